@@ -1,0 +1,42 @@
+# make demo: the whole job on this machine.  make test: every test.  make lint, make types: what CI checks besides.
+# Each target makes the virtual environment it needs; it is installed again only when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: demo test lint types
+
+demo: $(VENV)/installed
+	$(BIN)/shardwright demo $(DEMO_ARGS)
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/installed-dev
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+types: $(VENV)/installed-dev
+	$(BIN)/python -m mypy
+
+# torch comes first and pinned: later resolutions then keep it.
+$(VENV)/installed-torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	touch $@
+
+$(VENV)/installed: pyproject.toml $(VENV)/installed-torch
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/installed-test: pyproject.toml $(VENV)/installed-torch
+	$(PIP) --editable '.[test]'
+	touch $@ $(VENV)/installed
+
+$(VENV)/installed-dev: pyproject.toml $(VENV)/installed-torch
+	$(PIP) --editable '.[dev]'
+	touch $@ $(VENV)/installed-test $(VENV)/installed

@@ -1,0 +1,187 @@
+"""GridLayout: the roles that mesh axes play in one matrix product Y[M,N] = X[M,K] · W[N,K]ᵀ.
+
+M counts tokens, N output features, K input features. Each mesh axis with a role splits one of the three. Each operand
+needs two of them, and the layout says what it does on the axes of the third, its *missing role*:
+
+| operand | is split by | missing role | `sharded` there            | `replicated` there             |
+|---------|-------------|--------------|----------------------------|--------------------------------|
+| X [M,K] | m, k        | n            | gathered before use        | held whole, dX is all-reduced  |
+| W [N,K] | n, k        | m            | gathered before use        | held whole, dW is all-reduced  |
+| Y [M,N] | m, n        | k            | partial sums, then reduce-scattered | partial sums, then all-reduced |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from shardwright._errors import InputError
+
+if TYPE_CHECKING:
+    from shardwright.site import Site
+
+Word = str | tuple[tuple[str, str], ...]
+"""One word for every axis, or sorted (axis, word) pairs; a mapping given to the constructor becomes such pairs."""
+
+OPERAND_WORDS: dict[str, tuple[str, ...]] = {
+    "x": ("sharded", "sharded-features", "replicated"),
+    "w": ("sharded", "replicated"),
+    "y": ("sharded", "sharded-features", "replicated"),
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "save_x": ("shard", "gathered", "source"),
+    "save_w": ("shard", "gathered"),
+    "overlap": ("blocking", "async", "ring"),
+}
+
+
+@dataclass(frozen=True)
+class GridLayout:
+    """How one product lies on the mesh.
+
+    m, n, k: mesh axes that split tokens, output features, input features; an axis without a role is idle (the work is
+        repeated along it).
+    x, w, y: what the operand does on the axes of its missing role (n for x, m for w, k for y): one word, or
+        ``{axis: word}``, kept as sorted pairs so that a layout hashes.
+    save_x: what backward keeps of X: the ``shard`` (gathered again), the ``gathered`` tensor, or the ``source`` (X is
+        rebuilt from what its producer saved).
+    save_w: the same choice for W.
+    overlap: ``blocking``, ``async`` or ``ring``.
+
+    Raises InputError where a word is not allowed, an axis has two roles, or a per-axis word names an axis that is not
+    one of the operand's missing role.
+    """
+
+    m: tuple[str, ...] = ()
+    n: tuple[str, ...] = ()
+    k: tuple[str, ...] = ()
+    x: Word | Mapping[str, str] = "sharded"
+    w: Word | Mapping[str, str] = "replicated"
+    y: Word | Mapping[str, str] = "sharded"
+    save_x: str = "shard"
+    save_w: str = "shard"
+    overlap: str = "blocking"
+
+    def __post_init__(self) -> None:
+        for role in ("m", "n", "k"):
+            axes = getattr(self, role)
+            object.__setattr__(self, role, (axes,) if isinstance(axes, str) else tuple(axes))
+        seen: set[str] = set()
+        for axis in self.m + self.n + self.k:
+            if axis in seen:
+                raise InputError(f"layout: found axis {axis!r} twice; allowed: one role for each axis")
+            seen.add(axis)
+        for operand, role in (("x", "n"), ("w", "m"), ("y", "k")):
+            self._check_operand(operand, getattr(self, role))
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise InputError(f"layout.{name}: found {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+
+    def _check_operand(self, operand: str, missing: tuple[str, ...]) -> None:
+        value, allowed = getattr(self, operand), OPERAND_WORDS[operand]
+        if isinstance(value, Mapping):
+            value = tuple(sorted(value.items()))
+        elif not isinstance(value, str):
+            value = tuple(sorted((axis, word) for axis, word in value))
+        object.__setattr__(self, operand, value)
+        pairs = (("", value),) if isinstance(value, str) else value
+        for axis, word in pairs:
+            if word not in allowed:
+                raise InputError(f"layout.{operand}: found {word!r}; allowed: {', '.join(allowed)}")
+            if axis and axis not in missing:
+                names = ", ".join(missing) or "none"
+                raise InputError(
+                    f"layout.{operand}: found axis {axis!r}; allowed: the axes of its missing role ({names})"
+                )
+
+    def word(self, operand: str, axis: str) -> str:
+        """What ``operand`` (x, w or y) does on ``axis``, an axis of its missing role."""
+        value: Word = getattr(self, operand)
+        if isinstance(value, str):
+            return value
+        return dict(value).get(axis, "replicated" if operand == "w" else "sharded")
+
+    def axes_where(self, operand: str, word: str) -> tuple[str, ...]:
+        """The axes of the operand's missing role on which it is ``word``, in the role's order."""
+        missing = {"x": self.n, "w": self.m, "y": self.k}[operand]
+        return tuple(axis for axis in missing if self.word(operand, axis) == word)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis with a role."""
+        return self.m + self.n + self.k
+
+    @property
+    def input_token_axes(self) -> tuple[str, ...]:
+        """Axes that split the rows of X as it is given: m, then the n axes on which X is held in parts."""
+        return self.m + self.axes_where("x", "sharded")
+
+    @property
+    def output_token_axes(self) -> tuple[str, ...]:
+        """Axes that split the rows of Y as it is returned: m, then the k axes over which Y is reduce-scattered."""
+        return self.m + self.axes_where("y", "sharded")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as plain data for a plan file."""
+        data: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            if field.name in ("m", "n", "k"):
+                value = list(value)
+            elif field.name in OPERAND_WORDS and not isinstance(value, str):
+                value = dict(value)
+            data[field.name] = value
+        return data
+
+
+# Presets: a preset is a function site → GridLayout. The names are those of the data and tensor axes of the mesh.
+
+
+def replicate(site: Site, *, data: str = "data", tensor: str = "tensor") -> GridLayout:
+    """Data parallel (DDP): tokens split over ``data``; weights whole; ``tensor``, if there is one, is idle."""
+    return GridLayout(m=(data,))
+
+
+def tensor_all_reduce(site: Site, *, data: str = "data", tensor: str = "tensor") -> GridLayout:
+    """Tensor parallel, all-reduce mode: hidden states whole on every tensor rank.
+
+    Column sites: dX all-reduced in backward. Row sites: Y all-reduced in forward.
+    """
+    if site.kind == "column":
+        return GridLayout(m=(data,), n=(tensor,), x="replicated")
+    return GridLayout(m=(data,), k=(tensor,), y="replicated")
+
+
+def sequence_parallel(site: Site, *, data: str = "data", tensor: str = "tensor", save_x: str = "shard") -> GridLayout:
+    """Tensor parallel with tokens of the hidden states split over ``tensor`` (gather/scatter mode).
+
+    Column sites: X gathered, dX reduce-scattered; backward keeps the shard and gathers again, or keeps the gathered X
+    (``save_x="gathered"``). Row sites: Y reduce-scattered, dY gathered.
+    """
+    if site.kind == "column":
+        return GridLayout(m=(data,), n=(tensor,), x="sharded", save_x=save_x)
+    return GridLayout(m=(data,), k=(tensor,), y="sharded")
+
+
+def sequence_parallel_keep(site: Site, *, data: str = "data", tensor: str = "tensor") -> GridLayout:
+    """``sequence_parallel`` that keeps the gathered input for backward instead of gathering it again."""
+    return sequence_parallel(site, data=data, tensor=tensor, save_x="gathered")
+
+
+presets: dict[str, Callable[[Site], GridLayout]] = {
+    "replicate": replicate,
+    "tensor-all-reduce": tensor_all_reduce,
+    "sequence-parallel": sequence_parallel,
+    "sequence-parallel-keep": sequence_parallel_keep,
+}
+"""Presets by the name that plan files and ``--layout`` use."""
+
+
+def preset(name: str) -> Callable[[Site], GridLayout]:
+    """The preset of that name; InputError names those that exist."""
+    if name not in presets:
+        raise InputError(f"layout: found {name!r}; allowed: {', '.join(presets)}")
+    return presets[name]

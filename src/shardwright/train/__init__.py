@@ -1,0 +1,1 @@
+"""Training: the run file, data, checkpoints and the loop that torchrun starts."""
