@@ -1,0 +1,33 @@
+"""The step trace: the ordered record of what one rank does in a training step, and its readers.
+
+``record`` makes a trace, for real or under fake tensors, with the same code; a Trace answers from its events and never
+derives a number again. The runtime speaks to the active recorder through ``collective``, ``note``, ``released`` and
+``span``; without a recorder these cost one look at torch's stack of dispatch modes.
+"""
+
+from shardwright.trace.events import CATEGORIES, PHASES, Alloc, Collective, Event, Free, Mark, Op, Storage
+from shardwright.trace.recorder import active, collective, note, quiet, record, released, span
+from shardwright.trace.trace import Alive, Peak, Point, Trace
+
+__all__ = [
+    "CATEGORIES",
+    "PHASES",
+    "Alive",
+    "Alloc",
+    "Collective",
+    "Event",
+    "Free",
+    "Mark",
+    "Op",
+    "Peak",
+    "Point",
+    "Storage",
+    "Trace",
+    "active",
+    "collective",
+    "note",
+    "quiet",
+    "record",
+    "released",
+    "span",
+]
