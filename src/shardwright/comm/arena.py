@@ -1,0 +1,114 @@
+"""The arena: gathered operands, unreduced results and buckets are leased; the plan states how many may live at once.
+
+A slot is a permission, not a place: a lease allocates, a release gives the memory back to torch's allocator. The leases
+of one dtype, sorted by size, must fit under the slots, sorted by size, one by one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwright import trace
+
+
+class ArenaError(RuntimeError):
+    """More leased at once than the plan states; the message names the module that asked."""
+
+
+@dataclass(frozen=True)
+class _Lease:
+    owner: str
+    dtype: str
+    size: int
+    reference: Any
+
+
+class Arena:
+    """Leases of one runtime.
+
+    slots: dtype name → slot sizes in bytes, largest first; None is unlimited. poison: test mode, in which memory is
+    filled with NaN on lease and again on release instead of being freed, so that a reader too early or too late shows.
+    """
+
+    def __init__(self, slots: Mapping[str, Sequence[int]] | None = None, poison: bool = False):
+        self.slots = slots
+        self.poison = poison
+        self._leases: dict[int, _Lease] = {}
+        self._most: dict[str, list[int]] = {}
+
+    def lease(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, category: str, owner: str
+    ) -> torch.Tensor:
+        """An uninitialised tensor of category ``gathered``, ``unreduced`` or ``bucket``, until ``end`` or ``give``.
+
+        A tensor that nobody holds any more ends its lease by itself. Raises ArenaError above the stated slots.
+        """
+        name = str(dtype).removeprefix("torch.")
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        self._admit(name, size, owner)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        trace.note(tensor, category)
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        reference = weakref.ref(storage, lambda gone: self._forget(key, gone))
+        self._leases[key] = _Lease(owner, name, size, reference)
+        if self.poison:
+            self._spoil(tensor)
+        return tensor
+
+    def _admit(self, dtype: str, size: int, owner: str) -> None:
+        sizes = sorted([size, *(lease.size for lease in self._leases.values() if lease.dtype == dtype)], reverse=True)
+        if self.slots is not None:
+            stated = sorted(self.slots.get(dtype, ()), reverse=True)
+            if len(sizes) > len(stated) or any(a > b for a, b in zip(sizes, stated, strict=False)):
+                holders = ", ".join(f"{lease.owner} {lease.size} B" for lease in self._leases.values())
+                raise ArenaError(
+                    f"{owner} asks for {size} B of {dtype} beside ({holders or 'nothing'}); the plan states slots of "
+                    f"{stated} B. Raise arena.{dtype} in the plan, or set arena: null"
+                )
+        most = self._most.setdefault(dtype, [])
+        most += [0] * (len(sizes) - len(most))
+        for place, held in enumerate(sizes):
+            most[place] = max(most[place], held)
+
+    def _forget(self, key: int, gone: Any) -> None:
+        lease = self._leases.get(key)
+        if lease is not None and lease.reference is gone:
+            del self._leases[key]
+
+    def end(self, tensor: torch.Tensor) -> None:
+        """Releases the tensor's memory now, if it is leased here; any other tensor is left alone."""
+        if self._leases.pop(id(tensor.untyped_storage()), None) is None:
+            return
+        trace.released(tensor)
+        if self.poison:
+            self._spoil(tensor)
+        else:
+            tensor.untyped_storage().resize_(0)
+
+    def give(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor now belongs to who holds it (the autograd graph, say); its lease is over, its memory stays."""
+        self._leases.pop(id(tensor.untyped_storage()), None)
+        return tensor
+
+    def _spoil(self, tensor: torch.Tensor) -> None:
+        if tensor.is_floating_point():
+            with trace.quiet(), torch.no_grad():
+                tensor.data.fill_(float("nan"))
+
+    @property
+    def held(self) -> int:
+        """Bytes leased now."""
+        return sum(lease.size for lease in self._leases.values())
+
+    @property
+    def most(self) -> dict[str, list[int]]:
+        """The slots that everything leased so far would have needed: dtype name → sizes in bytes, largest first."""
+        return {dtype: list(sizes) for dtype, sizes in sorted(self._most.items())}

@@ -1,0 +1,77 @@
+"""Process groups by *which ranks* they join: equal members share one group, whatever axes they were asked for by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright._errors import InputError
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """The ranks that differ from this one only along ``axes``.
+
+    ranks: global ranks in mesh order; index: this rank's place among them. process_group is None for a group of one,
+    which never communicates. backend: the *declared* one (gloo, nccl), by which algorithms are chosen.
+    """
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+    backend: str
+    process_group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Groups:
+    """Every group of one mesh, made on first use, in program order (which is the same on every rank)."""
+
+    def __init__(self, mesh: DeviceMesh, backend: str):
+        if mesh.mesh_dim_names is None:
+            raise InputError("mesh: found no axis names; allowed: a DeviceMesh with mesh_dim_names")
+        self.sizes: Mapping[str, int] = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        self.backend = backend
+        self._ranks: list[int] = mesh.mesh.flatten().tolist()
+        place = mesh.get_coordinate()
+        if place is None:
+            raise InputError(f"mesh: found no place for rank {dist.get_rank()}; allowed: the mesh's ranks")
+        self.place: Mapping[str, int] = dict(zip(self.sizes, place, strict=True))
+        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._by_axes: dict[tuple[str, ...], AxisGroup] = {}
+        for axis in self.sizes:
+            self._by_ranks.setdefault(self._members((axis,)), mesh.get_group(axis))
+        if dist.group.WORLD is not None:
+            self._by_ranks.setdefault(tuple(range(dist.get_world_size())), dist.group.WORLD)
+
+    def _members(self, axes: Sequence[str]) -> tuple[int, ...]:
+        positions = [0]
+        for axis, size in self.sizes.items():
+            here = range(size) if axis in axes else (self.place[axis],)
+            positions = [position * size + i for position in positions for i in here]
+        return tuple(self._ranks[position] for position in positions)
+
+    def along(self, axes: Sequence[str]) -> AxisGroup:
+        """The group over ``axes`` (in any order; members come in mesh order). Raises InputError for an unknown axis."""
+        for axis in axes:
+            if axis not in self.sizes:
+                raise InputError(f"layout: found axis {axis!r}; allowed: the mesh's axes ({', '.join(self.sizes)})")
+        key = tuple(axis for axis in self.sizes if axis in axes)
+        group = self._by_axes.get(key)
+        if group is None:
+            ranks = self._members(key)
+            process_group = None
+            if len(ranks) > 1:
+                process_group = self._by_ranks.get(ranks)
+                if process_group is None:
+                    process_group = dist.new_group(list(ranks), use_local_synchronization=True)
+                    self._by_ranks[ranks] = process_group
+            index = ranks.index(dist.get_rank())
+            group = self._by_axes[key] = AxisGroup(key, ranks, index, self.backend, process_group)
+        return group
