@@ -1,0 +1,223 @@
+"""The commands. Exit status: 0 done, 1 failed, 2 bad input, 3 does not fit; 2 and 3 come with one line on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwright._errors import DoesNotFit, InputError
+from shardwright._replacing import check_directory, write_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwright._plan import Plan
+    from shardwright.trace import Trace
+
+# Everything heavy (torch, transformers) is imported inside the commands, so that --help answers at once.
+
+BAD_INPUT, DOES_NOT_FIT = 2, 3
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+"""Short names of element types."""
+
+SIZE = "such as 72GiB (GiB = 2^30 bytes)"
+app = typer.Typer(
+    name="shardwright",
+    help="Fits a model onto devices, shows what is alive at the peak, and trains with that layout.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE as JSON.")]
+
+
+def main() -> None:
+    """The entry point of ``shardwright``."""
+    app()
+
+
+@contextmanager
+def exit_status() -> Iterator[None]:
+    """Turns bad input into one line and exit status 2, a model that does not fit into one line and 3."""
+    try:
+        yield
+    except InputError as error:
+        _fail(error, BAD_INPUT)
+    except DoesNotFit as error:
+        _fail(error, DOES_NOT_FIT)
+
+
+def _fail(error: Exception, status: int) -> None:
+    sys.stdout.flush()
+    print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+    raise typer.Exit(status)
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(help="Processes of this machine to train on.")] = 4,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help=f"Limit for the peak of a rank, {SIZE}.")] = None,
+    steps: Annotated[int, typer.Option(help="Training steps, at least 2.")] = 60,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
+    json_path: JsonOption = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep plan, text, metrics and traces in DIR (new or empty).")
+    ] = None,
+) -> None:
+    """Do the whole job on this machine: rehearse layouts of a small Llama, choose one, train with it, compare."""
+    with exit_status():
+        from shardwright._files import parse_bytes
+
+        limit = parse_bytes(memory, "--memory") if memory is not None else None
+
+        from shardwright.demo.run import demo as run_demo
+
+        status = run_demo(ranks, limit, steps, seed, json_path, output)
+    if status:
+        raise typer.Exit(status)
+
+
+@app.command()
+def train(run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]) -> None:
+    """Train, as one rank of those that torch's launcher starts.
+
+    python -m torch.distributed.run --nproc-per-node N -m shardwright train RUN.yaml
+    """
+    with exit_status():
+        from shardwright.train.loop import train as run_training
+
+        run_training(run)
+
+
+@app.command()
+def rehearse(
+    source: Annotated[Path, typer.Argument(metavar="PLAN.yaml|CONFIG.json", help="A plan, or a model's config.")],
+    layout: Annotated[str | None, typer.Option(metavar="NAME", help="Layout of every site (config only).")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="AXES", help="Mesh such as data=2,tensor=4 (config only).")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of a micro-batch over the mesh (config only).")] = None,
+    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence (config only).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or bf16 (config only).")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches of a step (config only).")] = None,
+    rank: Annotated[str, typer.Option(metavar="N|all", help="The rank to rehearse.")] = "0",
+    cluster: Annotated[Path | None, typer.Option(metavar="CLUSTER.yaml", help="Check against these devices.")] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Tell what one training step allocates and sends, without running it: no accelerator, any number of ranks."""
+    with exit_status():
+        from shardwright._plan import Plan
+
+        choices = {
+            "layout": layout,
+            "mesh": mesh,
+            "batch": batch,
+            "sequence": sequence,
+            "dtype": dtype,
+            "accumulation": accumulation,
+        }
+        if source.is_dir() or source.suffix == ".json":
+            plan = _plan_for_config(source, choices)
+        else:
+            for name, value in choices.items():
+                if value is not None:
+                    raise InputError(
+                        f"--{name}: found {value} beside a plan; allowed: only with a config, the plan states it"
+                    )
+            plan = Plan.load(source)
+        _rehearse(plan, _ranks(rank, plan.world_size), cluster, json_path)
+
+
+def _plan_for_config(config: Path, choices: dict[str, Any]) -> Plan:
+    from shardwright._plan import Plan
+    from shardwright.mesh import parse_mesh
+
+    for name in ("layout", "mesh", "batch", "sequence"):
+        if choices[name] is None:
+            raise InputError(f"--{name}: found nothing; allowed: a value, which a config does not state")
+    given = {name: value for name, value in choices.items() if value is not None}
+    given["mesh"] = parse_mesh(given["mesh"])
+    if "dtype" in given:
+        given["dtype"] = DTYPES.get(given["dtype"], given["dtype"])
+    return Plan.for_config(config, **given)
+
+
+def _ranks(text: str, world: int) -> list[int]:
+    if text == "all":
+        return list(range(world))
+    if not (text.isascii() and text.isdigit() and int(text) < world):
+        raise InputError(f"--rank: found {text}; allowed: 0 to {world - 1}, or all")
+    return [int(text)]
+
+
+def _rehearse(plan: Plan, ranks: list[int], cluster_path: Path | None, json_path: Path | None) -> None:
+    from shardwright.cluster import Cluster
+
+    cluster = Cluster.load(cluster_path) if cluster_path is not None else None
+    if cluster is not None and cluster.devices != plan.world_size:
+        raise InputError(
+            f"mesh: found {plan.world_size} ranks for the {cluster.devices} devices of {cluster_path}; "
+            f"allowed: a mesh of exactly {cluster.devices}"
+        )
+
+    if json_path is not None:
+        check_directory(json_path, "--json")
+
+    from shardwright._files import format_bytes
+    from shardwright._rehearse import rehearse as rehearse_rank
+    from shardwright.report.console import table_console
+
+    console = table_console()
+    traces: dict[int, Trace] = {}
+    with console.status("rehearsing") as status:
+        for rank in ranks:
+            status.update(f"rehearsing rank {rank} of {plan.world_size}")
+            traces[rank] = rehearse_rank(plan.config_path, plan, rank=rank)
+    _show(console, traces)
+    if json_path is not None:
+        _write_json(json_path, plan, traces)
+    fullest = max(traces, key=lambda rank: traces[rank].peak_bytes)
+    peak = traces[fullest].peak_bytes
+    if cluster is not None and peak > cluster.memory_bytes:
+        raise DoesNotFit(
+            f"does not fit: the peak of rank {fullest} is {format_bytes(peak)} ({peak:,} bytes), "
+            f"a device holds {format_bytes(cluster.memory_bytes)} ({cluster.memory_bytes:,} bytes)"
+        )
+
+
+def _show(console: Console, traces: dict[int, Trace]) -> None:
+    """Peaks by phase, the ledger, and of the fullest rank what is alive at the peak and what it sends."""
+    from shardwright._files import format_bytes
+    from shardwright.report.ledger import ledger_table, peak_table
+    from shardwright.report.volume import collectives_table
+
+    fullest = max(traces.values(), key=lambda trace: trace.peak_bytes)
+    for phase, peak in fullest.phase_peaks.items():
+        console.print(f"peak of {phase:8}  {peak:>16,} bytes  {format_bytes(peak):>12}", highlight=False)
+    console.print(
+        f"saved for backward{fullest.saved_bytes:>16,} bytes  {format_bytes(fullest.saved_bytes):>12}", highlight=False
+    )
+    console.print(ledger_table(list(traces.values()), ranks=list(traces)))
+    console.print(peak_table(fullest))
+    console.print(collectives_table(fullest))
+
+
+def _write_json(path: Path, plan: Plan, traces: dict[int, Trace]) -> None:
+    from shardwright.report.ledger import ledger_json
+    from shardwright.report.volume import collectives_json
+
+    figures = {
+        "plan": plan.model_dump(mode="json"),
+        "ranks": list(traces),
+        "rehearsed_peak": [trace.peak_bytes for trace in traces.values()],
+        "ledger": [ledger_json(trace) for trace in traces.values()],
+        "collectives": [collectives_json(trace, by_phase=True) for trace in traces.values()],
+    }
+    write_text(path, json.dumps(figures, indent=2) + "\n")

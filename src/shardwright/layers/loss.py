@@ -1,0 +1,102 @@
+"""Cross entropy over logits whose vocabulary is split: no rank sees a whole row.
+
+| pass     | in                         | collectives                                   | out                |
+|----------|----------------------------|-----------------------------------------------|--------------------|
+| forward  | logits [T,V/n], labels [T] | all-gather of (log Σ exp, target logit) [2,T] | loss, 0-dim        |
+| backward | dloss                      | none                                          | dlogits [T,V/n]    |
+
+loss = Σ (log Z − target) / count, dlogits = (softmax − one-hot) · dloss / count.
+The softmax is taken in at least fp32, a chunk of rows at a time, so that no second copy of the logits is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright import trace
+from shardwright.comm import AxisGroup, Runtime, all_gather, all_reduce
+
+IGNORED = -100
+"""The label of a token without a target."""
+
+CHUNK = 1024
+"""Rows at a time."""
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor, first: int, group: AxisGroup
+    ) -> torch.Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        rows, width = logits.shape
+        mine = torch.empty(2, rows, dtype=wide, device=logits.device)  # log Σ exp and target logit of this part
+        local = labels - first
+        foreign = (local < 0) | (local >= width)
+        column = local.masked_fill(foreign, 0).unsqueeze(1)
+        for start in range(0, rows, CHUNK):
+            part = slice(start, min(start + CHUNK, rows))
+            torch.logsumexp(logits[part].to(wide), dim=-1, out=mine[0, part])
+            mine[1, part] = torch.gather(logits[part], 1, column[part]).squeeze(1).to(wide)
+        mine[1].masked_fill_(foreign, 0)
+        if group.size > 1:
+            every = mine.new_empty(group.size, 2, rows)
+            all_gather(mine.unsqueeze(0), every, group, "loss")
+            log_z, target = torch.logsumexp(every[:, 0], dim=0), every[:, 1].sum(0)
+        else:
+            log_z, target = mine[0], mine[1]
+        ignored = labels == IGNORED
+        losses = (log_z - target).masked_fill_(ignored, 0)
+        ctx.first, ctx.wide = first, wide
+        ctx.save_for_backward(logits, labels, log_z, count)
+        return losses.sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        logits, labels, log_z, count = ctx.saved_tensors
+        rows, width = logits.shape
+        scale = (grads[0] / count).to(ctx.wide)
+        gradient = torch.empty_like(logits)
+        row_scale = torch.where(labels == IGNORED, 0, scale).unsqueeze(1)
+        local = labels - ctx.first
+        present = ((local >= 0) & (local < width)).unsqueeze(1)
+        column = torch.where(present, local.unsqueeze(1), 0)
+        for start in range(0, rows, CHUNK):
+            part = slice(start, min(start + CHUNK, rows))
+            soft = (logits[part].to(ctx.wide) - log_z[part].unsqueeze(1)).exp_()
+            soft.scatter_add_(1, column[part], -present[part].to(ctx.wide))
+            gradient[part] = soft.mul_(row_scale[part])
+        return gradient, None, None, None, None
+
+
+class VocabParallelLoss:
+    """Cross entropy of logits [.., T, V/n] against labels [..]: the sum over tokens, over the count of targets.
+
+    vocab_axes: the mesh axes that split the vocabulary. token_axes: those that split the tokens. Labels are class
+    numbers, or −100 for tokens without a target. The count is given (a 0-dim tensor: targets of all token axes and
+    micro-batches), or taken here by one small all-reduce over the token axes. A count of 0 gives loss 0.
+    """
+
+    def __init__(self, mesh: DeviceMesh, vocab_axes: tuple[str, ...] = (), token_axes: tuple[str, ...] = ()):
+        runtime = Runtime.of(mesh)
+        self.vocab = runtime.group(vocab_axes)
+        self.tokens = runtime.group(token_axes)
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's share of the mean loss, 0-dim: summed over the token axes it is the mean."""
+        with trace.span("loss"):
+            logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+            if count is None:
+                count = self.count_targets(labels)
+            first = logits.shape[-1] * self.vocab.index
+            loss: torch.Tensor = _CrossEntropy.apply(logits, labels, count.clamp(min=1), first, self.vocab)
+            return loss
+
+    def count_targets(self, *labels: torch.Tensor) -> torch.Tensor:
+        """Targets in all of ``labels`` (this rank's micro-batches), over all token axes: a 0-dim int64 tensor."""
+        count = torch.stack([(part != IGNORED).sum() for part in labels]).sum()
+        all_reduce(count, self.tokens, "loss")
+        return count

@@ -1,0 +1,134 @@
+"""One training step: count targets, forward, loss, backward for each micro-batch; then fused AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwright import trace
+from shardwright._plan import Plan
+from shardwright.comm import all_reduce
+from shardwright.params.shard import wrap
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW, called on the local parts of DTensor parameters; its state is DTensors too.
+
+    The update is elementwise, so every layout computes the same one. No copy of the parameters is made.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            held = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not held:
+                continue
+            states = [self._state_of(parameter) for parameter in held]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                [_local(parameter) for parameter in held],
+                [_local(parameter.grad) for parameter in held],
+                [_local(state["exp_avg"]) for state in states],
+                [_local(state["exp_avg_sq"]) for state in states],
+                [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+        return loss
+
+    def _state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
+            local = _local(parameter)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                moment = torch.zeros_like(local)
+                if isinstance(parameter, DTensor):
+                    moment = wrap(moment, parameter.shape, parameter.device_mesh, parameter.placements)
+                state[name] = moment
+        return state
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else cast(torch.Tensor, tensor)
+
+
+class TrainStep:
+    """One step of a parallelized model, and its optimizer.
+
+    Every rank differentiates the sum of its losses over the global count of targets, so gradients are sums of shares
+    and need no averaging, whatever the layout and the number of micro-batches.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: DeviceMesh,
+        plan: Plan,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+    ):
+        self.model = model
+        self.loss = model.loss_function.over_vocabulary
+        self.optimizer = FusedAdamW(model.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+
+    def __call__(self, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Runs the step on [(input_ids [B,S], next-token labels [B,S])], this data rank's rows.
+
+        Returns the mean loss over all targets of the mesh, 0-dim, the same on every rank. B is the plan's batch over
+        the data axes' size.
+        """
+        count = self.loss.count_targets(*(labels for _, labels in micro_batches))
+        shares: list[torch.Tensor] = []
+        total: torch.Tensor = count
+        for ids, labels in micro_batches:
+            loss = self.model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count).loss
+            with trace.span("loss"):
+                shares.append(loss.detach())
+                if len(shares) == len(micro_batches):
+                    total = torch.stack(shares).sum()
+                    all_reduce(total, self.loss.tokens, "loss")
+            loss.backward()
+            del loss
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+
+def record_steps(
+    step: TrainStep, batches: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
+) -> tuple[list[torch.Tensor], trace.Trace]:
+    """Runs one step for each of ``batches`` under the recorder: (the losses, the trace).
+
+    Rehearsals and real runs both record through here, so that what is alive around the step is the same.
+    """
+    with trace.record(step.model, step.optimizer) as recorded:
+        losses = [step(micro_batches) for micro_batches in batches]
+    return losses, recorded
