@@ -1,0 +1,85 @@
+"""Forked ranks for tests: one pool per world size for the whole run, gloo between them, one thread each.
+
+A test calls ``on_ranks(n, function, *args)``; the function (of a module's top level) runs on every rank, and the list
+of what each rank returned comes back. An exception on any rank is raised in the test, with the rank's traceback.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardwright._rehearse  # noqa: F401  (loaded before the fork, so that no rank loads it again)
+
+_POOLS: dict[int, list[tuple[Any, Any]]] = {}
+
+
+def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # what the parent loaded is not garbage: collecting takes a moment, not a fifth of a second
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    while True:
+        task = pipe.recv()
+        if task is None:
+            os._exit(0)
+        function, args = task
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+
+
+def _pool(world: int) -> list[tuple[Any, Any]]:
+    if world not in _POOLS:
+        context = multiprocessing.get_context("fork")
+        store = tempfile.mktemp(prefix="ranks")
+        pool = []
+        for rank in range(world):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, store, there), daemon=True)
+            process.start()
+            pool.append((process, here))
+        _POOLS[world] = pool
+    return _POOLS[world]
+
+
+def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``function(*args)`` returns on each of ``world`` ranks."""
+    pool = _pool(world)
+    for _, pipe in pool:
+        pipe.send((function, args))
+    answers = []
+    for process, pipe in pool:
+        while not pipe.poll(1):
+            if not process.is_alive():
+                _drop(world)
+                raise RuntimeError(f"a rank died with exit code {process.exitcode}")
+        answers.append(pipe.recv())
+    failures = [answer for fine, answer in answers if not fine]
+    if failures:
+        _drop(world)  # the others may be out of step
+        raise AssertionError("\n".join(failures))
+    return [answer for _, answer in answers]
+
+
+def _drop(world: int) -> None:
+    for process, _ in _POOLS.pop(world, []):
+        process.kill()
+
+
+@atexit.register
+def _stop() -> None:
+    for world in list(_POOLS):
+        _drop(world)

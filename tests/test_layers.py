@@ -1,0 +1,200 @@
+"""Norm, embedding and loss against dense float64, with tokens and vocabulary split (ACCEPTANCE B2)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+import dense
+import shardwright as sw
+from ranks import on_ranks
+from shardwright.comm import Runtime
+from shardwright.layers import GridRMSNorm, VocabParallelEmbedding, VocabParallelLoss
+from shardwright.linear.carrier import tokens_of
+from shardwright.linear.product import Product
+from shardwright.params import StoredParameter, cut, make_parameter
+
+T, H, V = 24, 10, 48
+
+
+def norm(axes, split, dtype=torch.float64):
+    """Errors of y, dx, dw with tokens split over ``split``; and what forward saved."""
+    mesh = dense.mesh_of(**axes)
+    weight, x_whole, up = (dense.random(*shape, seed=i) for i, shape in enumerate([(H,), (T, H), (T, H)]))
+    weight, x_whole = weight.to(dtype), x_whole.to(dtype)
+    placements = [Shard(0) if axis in split else Replicate() for axis in axes]
+    parameter = make_parameter(weight.clone(), (H,), mesh, [Replicate()] * mesh.ndim)
+    layer = GridRMSNorm(StoredParameter(parameter, Runtime.of(mesh), tuple(split), "norm"), 1e-5)
+    x = cut(x_whole, mesh, placements).requires_grad_()
+    with sw.record(layer) as trace:
+        y = layer(x.unsqueeze(0)).squeeze(0)
+        y.backward(cut(up, mesh, placements).to(dtype))
+    reference, w = x_whole.double().requires_grad_(), weight.double().requires_grad_()
+    out = w * reference * torch.rsqrt(reference.square().mean(-1, keepdim=True) + 1e-5)
+    out.backward(up)
+    errors = [
+        dense.error(dense.whole(y, mesh, placements).double(), out),
+        dense.error(dense.whole(x.grad, mesh, placements).double(), reference.grad),
+        dense.error(layer.weight.grad.to_local().double(), w.grad),
+    ]
+    return errors, trace.saved_bytes, x.shape[0], [c.kind for c in trace.collectives]
+
+
+@pytest.mark.parametrize(
+    ("axes", "split"),
+    [
+        ({"data": 1, "tensor": 1}, ()),
+        ({"data": 1, "tensor": 2}, ("tensor",)),
+        ({"data": 1, "tensor": 3}, ("tensor",)),
+        ({"data": 2, "tensor": 2}, ("data", "tensor")),
+        ({"data": 2, "tensor": 2}, ("data",)),
+        ({"data": 4, "tensor": 1}, ("data",)),
+    ],
+)
+def test_b2_norm_weight_gradient_equals_dense_on_every_rank(axes, split):
+    for errors, saved, rows, kinds in on_ranks(axes["data"] * axes["tensor"], norm, axes, split):
+        assert max(errors) <= 1e-12
+        assert saved == rows * H * 8 + rows * 8  # x itself, and one number a row
+        assert kinds == (["all_reduce"] if split else [])
+
+
+def test_norm_in_bfloat16_takes_its_statistics_in_fp32():
+    ((errors, *_),) = on_ranks(1, norm, {"data": 1, "tensor": 1}, (), torch.bfloat16)
+    assert errors[0] < 0.05 and errors[1] < 0.05
+
+
+def norm_of_ones(n):
+    """The public case: 8 tokens of ones on two ranks give the single-device gradient on both, not half of it."""
+    mesh = dense.mesh_of(tensor=n)
+    parameter = make_parameter(torch.ones(4), (4,), mesh, [Replicate()])
+    layer = GridRMSNorm(StoredParameter(parameter, Runtime.of(mesh), ("tensor",), "norm"), 0.0)
+    layer(torch.ones(8 // n, 4)).sum().backward()
+    return layer.weight.grad.to_local()
+
+
+def test_norm_gradient_with_split_tokens():
+    for gradient in on_ranks(2, norm_of_ones, 2):
+        assert torch.equal(gradient, torch.full((4,), 8.0))
+
+
+def embedding(axes, word, padding):
+    mesh = dense.mesh_of(**axes)
+    layout = sw.GridLayout(m=("data",), k=("tensor",), y=word)
+    placements = [Replicate(), Shard(0)]
+    table = dense.random(V, H, seed=0)
+    local = cut(table, mesh, placements)
+    parameter = make_parameter(local, (V, H), mesh, placements)
+    product = Product.of("embedding", layout, mesh)
+    product.runtime.arena.poison = True
+    first = mesh.get_local_rank("tensor") * local.shape[0]
+    stored = StoredParameter(parameter, product.runtime, ("data",), "embedding")
+    layer = VocabParallelEmbedding(stored, product, first, padding)
+    ids = torch.randint(0, V, (4, 6), generator=torch.Generator().manual_seed(3))
+    ids[0, :3] = ids[3, 3:] = 5  # the same row from several tokens and data ranks
+    up = dense.random(24, H, seed=1)
+    rows = 4 // axes["data"]
+    mine = ids[mesh.get_local_rank("data") * rows :][:rows]
+    carrier = layer(mine)
+    assert tuple(carrier.shape) == (rows, 6, H) and carrier.untyped_storage().nbytes() == 8
+    tokens = tokens_of(carrier)
+    split = [Shard(0), Shard(0) if word == "sharded" else Replicate()]
+    tokens.squeeze(0).backward(cut(up, mesh, split))
+    reference = torch.nn.Embedding(V, H, padding_idx=padding, _weight=table.clone(), dtype=torch.float64)
+    out = reference(ids).view(24, H)
+    out.backward(up)
+    product.runtime.arena.poison = False
+    y = dense.whole(tokens.squeeze(0), mesh, split)
+    return torch.equal(y, out.detach()), dense.error(layer.weight.grad.full_tensor(), reference.weight.grad)
+
+
+@pytest.mark.parametrize("padding", [None, 5])
+@pytest.mark.parametrize("word", ["sharded", "replicated"])
+@pytest.mark.parametrize(
+    "axes", [{"data": 1, "tensor": 1}, {"data": 1, "tensor": 4}, {"data": 2, "tensor": 2}, {"data": 1, "tensor": 3}]
+)
+def test_embedding_is_exact(axes, word, padding):
+    for exact, worst in on_ranks(axes["data"] * axes["tensor"], embedding, axes, word, padding):
+        assert exact and worst <= 1e-13
+
+
+def loss(axes, labels, shift, dtype=torch.float64, given=False):
+    mesh = dense.mesh_of(**axes)
+    layer = VocabParallelLoss(mesh, ("tensor",), ("data",))
+    whole = dense.random(T, V, seed=2) * 3 + shift
+    placements = [Shard(0), Shard(1)]
+    logits = cut(whole.to(dtype), mesh, placements).requires_grad_()
+    mine = cut(labels, mesh, [Shard(0), Replicate()])
+    count = (labels != -100).sum() if given else None
+    with sw.record() as trace:
+        share = layer(logits, mine, count)
+        (share * 3).backward()
+    total = share.detach().clone()
+    torch.distributed.all_reduce(total, group=mesh.get_group("data"))
+    reference = whole.to(dtype).double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(reference, labels, reduction="sum") / max(
+        int((labels != -100).sum()), 1
+    )
+    (expected * 3).backward()
+    gradient = dense.whole(logits.grad, mesh, placements)
+    return (
+        abs(total.item() - expected.item()),
+        dense.error(gradient.double(), reference.grad),
+        total.item(),
+        [(c.kind, c.axes, c.size) for c in trace.collectives],
+    )
+
+
+LABELS = torch.randint(0, V, (T,), generator=torch.Generator().manual_seed(5))
+AXES = [
+    {"data": 1, "tensor": 1},
+    {"data": 1, "tensor": 4},
+    {"data": 2, "tensor": 2},
+    {"data": 1, "tensor": 3},
+    {"data": 4, "tensor": 1},
+]
+
+
+@pytest.mark.parametrize("shift", [0, 30, -30])
+@pytest.mark.parametrize("axes", AXES)
+def test_loss_and_gradient_equal_dense(axes, shift):
+    labels = LABELS.clone()
+    labels[::5] = -100
+    labels[0:2] = torch.tensor([0, V - 1])
+    rows = T // axes["data"]
+    for off, worst, _, collectives in on_ranks(axes["data"] * axes["tensor"], loss, axes, labels, shift):
+        assert off <= 1e-10 and worst <= 1e-10
+        expected = []
+        if axes["data"] > 1:
+            expected.append(("all_reduce", ("data",), 8))
+        if axes["tensor"] > 1:
+            expected.append(("all_gather", ("tensor",), axes["tensor"] * 2 * rows * 8))
+        assert collectives == expected
+
+
+def test_all_targets_ignored_is_zero_with_zero_gradients():
+    for axes in AXES:
+        for off, worst, total, _ in on_ranks(axes["data"] * axes["tensor"], loss, axes, torch.full((T,), -100), 0):
+            assert off == 0 and worst == 0 and total == 0.0
+
+
+def test_the_count_can_be_given():
+    for off, worst, _, collectives in on_ranks(4, loss, {"data": 2, "tensor": 2}, LABELS, 0, torch.float64, True):
+        assert off <= 1e-10 and worst <= 1e-10 and [c[0] for c in collectives] == ["all_gather"]
+
+
+def test_low_precision_logits_are_reduced_in_fp32():
+    for off, worst, *_ in on_ranks(2, loss, {"data": 1, "tensor": 2}, LABELS, 0, torch.bfloat16):
+        assert off <= 1e-5 and worst <= 1e-3
+
+
+def uniform(n):
+    layer = VocabParallelLoss(dense.mesh_of(tensor=n), ("tensor",))
+    return layer(torch.zeros(6, V // n, dtype=torch.float64), torch.arange(6)).item()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_zero_logits_give_the_logarithm_of_the_vocabulary(n):
+    assert on_ranks(n, uniform, n) == pytest.approx([math.log(V)] * n, abs=1e-15)
