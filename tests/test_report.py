@@ -96,18 +96,29 @@ def test_peak_table_sums_to_the_peak() -> None:
 
 
 def test_peak_table_adds_up_the_rest() -> None:
-    storages = [Storage(100 + number, "saved", f"layer.{number}", "aten.mm") for number in range(25)]
+    storages = [Storage(100 + number, "saved", f"part{number}", "aten.mm") for number in range(25)]
     storages += [storages[24]]  # two tensors of one operator are one row
     many = Trace([Alloc(1, "forward", number) for number in range(26)], storages)
     assert alive_rows(many)[0] == {
         "bytes": 248,
         "count": 2,
         "category": "saved",
-        "module": "layer.24",
+        "module": "part24",
         "operator": "aten.mm",
     }
     text = shown(peak_table(many))
     assert row_of(text, f"{sum(range(100, 105)):,}")[0][:2] == ["5", "the rest"]
+
+
+def test_the_same_place_in_every_block_is_one_row() -> None:
+    names = ["model.layers.0.mlp", "model.layers.11.mlp", "model.norm", "0"]
+    storages = [Storage(10, "saved", name, "aten.mm") for name in names]
+    blocks = Trace([Alloc(1, "forward", number) for number in range(4)], storages)
+    assert [(row["module"], row["bytes"]) for row in alive_rows(blocks)] == [
+        ("model.layers.*.mlp", 20),
+        ("0", 10),
+        ("model.norm", 10),
+    ]
 
 
 def test_collectives_of_one_step() -> None:

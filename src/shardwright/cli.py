@@ -110,6 +110,7 @@ def rehearse(
     rank: Annotated[str, typer.Option(metavar="N|all", help="The rank to rehearse.")] = "0",
     cluster: Annotated[Path | None, typer.Option(metavar="CLUSTER.yaml", help="Check against these devices.")] = None,
     json_path: JsonOption = None,
+    picture: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the tables into FILE.")] = None,
 ) -> None:
     """Tell what one training step allocates and sends, without running it: no accelerator, any number of ranks."""
     with exit_status():
@@ -132,7 +133,7 @@ def rehearse(
                         f"--{name}: found {value} beside a plan; allowed: only with a config, the plan states it"
                     )
             plan = Plan.load(source)
-        _rehearse(plan, _ranks(rank, plan.world_size), cluster, json_path)
+        _rehearse(plan, _ranks(rank, plan.world_size), cluster, json_path, picture)
 
 
 def _plan_for_config(config: Path, choices: dict[str, Any]) -> Plan:
@@ -157,7 +158,9 @@ def _ranks(text: str, world: int) -> list[int]:
     return [int(text)]
 
 
-def _rehearse(plan: Plan, ranks: list[int], cluster_path: Path | None, json_path: Path | None) -> None:
+def _rehearse(
+    plan: Plan, ranks: list[int], cluster_path: Path | None, json_path: Path | None, picture: Path | None
+) -> None:
     from shardwright.cluster import Cluster
 
     cluster = Cluster.load(cluster_path) if cluster_path is not None else None
@@ -167,20 +170,24 @@ def _rehearse(plan: Plan, ranks: list[int], cluster_path: Path | None, json_path
             f"allowed: a mesh of exactly {cluster.devices}"
         )
 
-    if json_path is not None:
-        check_directory(json_path, "--json")
+    for path, option in ((json_path, "--json"), (picture, "--svg")):
+        if path is not None:
+            check_directory(path, option)
 
     from shardwright._files import format_bytes
     from shardwright._rehearse import rehearse as rehearse_rank
-    from shardwright.report.console import table_console
+    from shardwright.report.console import save_picture, table_console
 
-    console = table_console()
+    console = table_console(record=picture is not None)
     traces: dict[int, Trace] = {}
     with console.status("rehearsing") as status:
         for rank in ranks:
             status.update(f"rehearsing rank {rank} of {plan.world_size}")
             traces[rank] = rehearse_rank(plan.config_path, plan, rank=rank)
     _show(console, traces)
+    if picture is not None:
+        axes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+        save_picture(console, picture, f"{plan.config_path.name} · {axes} · rehearsed")
     if json_path is not None:
         _write_json(json_path, plan, traces)
     fullest = max(traces, key=lambda rank: traces[rank].peak_bytes)

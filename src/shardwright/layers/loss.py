@@ -66,9 +66,10 @@ class _CrossEntropy(torch.autograd.Function):
         column = torch.where(present, local.unsqueeze(1), 0)
         for start in range(0, rows, CHUNK):
             part = slice(start, min(start + CHUNK, rows))
-            soft = (logits[part].to(ctx.wide) - log_z[part].unsqueeze(1)).exp_()
+            soft = (logits[part] - log_z[part].unsqueeze(1)).exp_()  # log_z is wide, so soft is
             soft.scatter_add_(1, column[part], -present[part].to(ctx.wide))
             gradient[part] = soft.mul_(row_scale[part])
+            del soft  # before the next chunk's is made
         return gradient, None, None, None, None
 
 

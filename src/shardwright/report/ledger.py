@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,11 +96,15 @@ def rank_label(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {spans}"
 
 
+_BLOCK = re.compile(r"\.\d+(?=\.|$)")
+"""The number of a block in a module's name."""
+
+
 def alive_rows(trace: Trace) -> list[dict[str, Any]]:
-    """What is alive at the peak, storages of one module, category and operator added up, largest first."""
+    """What is alive at the peak, largest first; storages of one module, category and operator added up over blocks."""
     sums: dict[tuple[str, str, str], list[int]] = {}
     for alive in trace.alive_at_peak:
-        entry = sums.setdefault((alive.category, alive.module, alive.op), [0, 0])
+        entry = sums.setdefault((alive.category, _BLOCK.sub(".*", alive.module), alive.op), [0, 0])
         entry[0] += alive.bytes
         entry[1] += 1
     rows = sorted(sums.items(), key=lambda item: (-item[1][0], item[0]))
