@@ -50,7 +50,7 @@ def test_import_loads_no_third_party_package() -> None:
     assert modules_after("import shardwright") - sys.stdlib_module_names == {"shardwright"}
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["train"], ["rehearse"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["train"], ["rehearse"], ["schema"]])
 def test_help_loads_neither_torch_nor_transformers(command: list[str]) -> None:
     loaded = modules_after(f"from shardwright.cli import app; app({[*command, '--help']!r})")
     assert "typer" in loaded
@@ -59,7 +59,7 @@ def test_help_loads_neither_torch_nor_transformers(command: list[str]) -> None:
 
 def test_python_m_shardwright() -> None:
     done = subprocess.run([sys.executable, "-m", "shardwright", "--help"], capture_output=True, text=True, check=True)
-    assert all(name in done.stdout for name in ("demo", "train", "rehearse"))
+    assert all(name in done.stdout for name in ("demo", "train", "rehearse", "schema"))
 
 
 # rehearse
@@ -108,7 +108,7 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rehearsals that tell a peak of 1000 + rank bytes; the list fills with the ranks asked for."""
     asked: list[int] = []
 
-    def rehearse(config: Path, plan: Plan, rank: int = 0) -> Trace:
+    def rehearse(config: Path, plan: Plan, rank: int = 0, job: str = "steps") -> Trace:
         asked.append(rank)
         events = [Alloc(1, "forward", 0), Collective(1, "forward", "", "all_gather", ("tensor",), (0, 1), 64, 32)]
         return Trace(list(events), [Storage(1000 + rank, "parameter", "head.weight", "")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -12,12 +14,13 @@ from shardwright._errors import InputError
 from shardwright.train.data import (
     END_OF_TEXT,
     TokenStream,
-    encode_files,
+    encode_documents,
     load_tokenizer,
     standard_library,
     standard_library_text,
     train_tokenizer,
 )
+from shardwright.train.sources import documents
 
 VOCAB = 400
 
@@ -30,7 +33,7 @@ def text() -> list[Path]:
 @pytest.fixture(scope="module")
 def tokenizer_path(text: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    train_tokenizer(text, VOCAB, path)
+    train_tokenizer(documents("text", text), VOCAB, path)
     return path
 
 
@@ -57,7 +60,7 @@ def test_standard_library_text_keeps_its_limits() -> None:
 def test_tokenizer_is_deterministic_and_of_the_size_asked_for(
     text: list[Path], tokenizer_path: Path, tmp_path: Path
 ) -> None:
-    train_tokenizer(reversed(text), VOCAB, tmp_path / "again.json")
+    train_tokenizer(documents("text", reversed(text)), VOCAB, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == tokenizer_path.read_bytes()
     assert load_tokenizer(tokenizer_path).get_vocab_size() == VOCAB
     assert [path.name for path in tmp_path.iterdir()] == ["again.json"]  # no temporary file stays
@@ -70,11 +73,10 @@ def test_tokenizer_loses_no_byte(tokenizer_path: Path) -> None:
 
 
 def test_too_little_text_for_the_vocabulary(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a few words")
     with pytest.raises(InputError, match="text: found enough for"):
-        train_tokenizer([tmp_path / "a.txt"], 4096, tmp_path / "tokenizer.json")
+        train_tokenizer(["a few words"], 4096, tmp_path / "tokenizer.json")
     with pytest.raises(InputError, match="vocab_size: found 256"):
-        train_tokenizer([tmp_path / "a.txt"], 256, tmp_path / "tokenizer.json")
+        train_tokenizer(["a few words"], 256, tmp_path / "tokenizer.json")
     assert not (tmp_path / "tokenizer.json").exists()
 
 
@@ -84,14 +86,47 @@ def test_tokenizer_that_is_none(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
-def test_documents_stand_in_sorted_order_each_with_its_end(tokenizer_path: Path, tmp_path: Path) -> None:
-    (tmp_path / "b.txt").write_text("import b")
-    (tmp_path / "a.txt").write_text("import a")
+def test_a_tokenizer_learns_from_the_first_bytes_only(tmp_path: Path) -> None:
+    train_tokenizer(["aaaa", "aaaa", "zzzz" * 9], 258, tmp_path / "tokenizer.json", max_bytes=8)
+    vocabulary = load_tokenizer(tmp_path / "tokenizer.json").get_vocab()
+    assert "aa" in vocabulary and "zz" not in vocabulary
+
+
+def test_documents_stand_in_the_order_given_each_with_its_end(tokenizer_path: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_path)
-    encode_files([tmp_path / "b.txt", tmp_path / "a.txt"], tokenizer, tmp_path / "tokens.npy")
-    tokens = TokenStream.load(tmp_path / "tokens.npy", seed=0).tokens.tolist()
+    encode_documents(iter(["import b", "", "import a"]), tokenizer, tmp_path / "tokens.npy")
+    tokens = TokenStream.load(tmp_path / "tokens.npy", seed=0).tokens
     end = [tokenizer.token_to_id(END_OF_TEXT)]
-    assert tokens == tokenizer.encode("import a").ids + end + tokenizer.encode("import b").ids + end
+    assert tokens.tolist() == tokenizer.encode("import b").ids + 2 * end + tokenizer.encode("import a").ids + end
+    assert tokens.dtype == numpy.uint32
+    encode_documents([], tokenizer, tmp_path / "none.npy")
+    assert numpy.load(tmp_path / "none.npy").shape == (0,)
+
+
+def test_encoding_holds_one_document_at_a_time(tokenizer_path: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_path)
+
+    def peak(count: int) -> int:
+        tracemalloc.start()
+        encode_documents((f"{number} " * 2000 for number in range(count)), tokenizer, tmp_path / "tokens.npy")
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    peak(1)  # what is imported on first use
+    assert peak(64) < 1.5 * peak(8)
+    assert (tmp_path / "tokens.npy").stat().st_size > 64 * 2000
+
+
+def test_a_document_that_cannot_be_read_leaves_the_old_tokens(tokenizer_path: Path, tmp_path: Path) -> None:
+    def broken() -> Iterator[str]:
+        yield "import a"
+        raise InputError("second document")
+
+    (tmp_path / "tokens.npy").write_text("old")
+    with pytest.raises(InputError, match="second document"):
+        encode_documents(broken(), load_tokenizer(tokenizer_path), tmp_path / "tokens.npy")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("tokens.npy", "old")]
 
 
 def stream(seed: int = 0, count: int = 1000) -> TokenStream:
@@ -133,7 +168,7 @@ def test_every_window_is_possible_and_none_reads_past_the_end() -> None:
 
 
 def test_a_text_shorter_than_a_window_and_a_batch_that_does_not_divide() -> None:
-    with pytest.raises(InputError, match="text: found 7 tokens"):
+    with pytest.raises(InputError, match="data: found 7 tokens"):
         stream(count=7).batch_at(1, 0, batch=2, sequence=7)
-    with pytest.raises(InputError, match="batch: found 6; allowed: a multiple of the 4 data ranks"):
+    with pytest.raises(InputError, match="batch: found 6; allowed: enough sequences for every one of 4 data ranks"):
         stream().batch_at(1, 0, batch=6, sequence=7, data_size=4)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +23,7 @@ from shardwright.cluster import Cluster
 from shardwright.layout import OPERAND_WORDS, GridLayout, presets
 from shardwright.site import Linear, Site
 from shardwright.train.run_file import Run
+from test_cli import refused
 
 CONFIG = '{"model_type": "llama"}'
 SHA = hashlib.sha256(CONFIG.encode()).hexdigest()
@@ -83,6 +84,12 @@ betas: [0.9, 0.95]
 output: out
 record: true
 cluster: cluster.yaml
+metrics: [jsonl, tensorboard]
+evaluation:
+  jsonl: [held.jsonl]
+  field: body
+  every: 10
+  batches: 2
 """
 
 WORDS_X = "sharded, sharded-features, replicated"
@@ -164,6 +171,7 @@ PLANS: list[Case] = [
         f"one of {PRESETS}, or a mapping with the keys {LAYOUT_KEYS}",
     ),
     ("'*': replicate", "'*': zero3", "params.*", 19, "'zero3', which is not available yet", "replicate"),
+    ("seed: 0", "seed: 0\nfallback: yes", "fallback", 12, "'yes'", "true or false"),
     ("recompute: {}", "recompute: {'*': full}", "recompute.*", 20, "'full', which is not available yet", "none"),
     ("[4096, 1024]", "[1024, 4096]", "arena.float32[1]", 22, "4096 after 1024", "slot sizes in bytes, largest first"),
     ("[4096, 1024]", "[4096, 1KiB]", "arena.float32[1]", 22, "'1KiB'", COUNT),
@@ -246,6 +254,10 @@ CLUSTERS: list[Case] = [
     ),
 ]
 
+TEXT, METRICS = "  text: ['text/*.txt']\n", "metrics: [jsonl, tensorboard]"
+ONE_KIND = "exactly one of text, jsonl, parquet"
+GLOB_JSONL, GLOB_PARQUET = "a path or glob of JSON-lines files", "a path or glob of parquet files"
+
 RUNS: list[Case] = [
     ("version: 1", "version: 0", "version", 1, "0", "1"),
     (
@@ -301,6 +313,51 @@ RUNS: list[Case] = [
         "'none.yaml', which is no file in...",
         "the path of a cluster...",
     ),
+    (TEXT, "  jsonl: ['text/*.md']\n", "data.jsonl[0]", 4, "'text/*.md', which matches no file in...", GLOB_JSONL),
+    (TEXT, "  parquet: [a.pq]\n", "data.parquet[0]", 4, "'a.pq', which matches no file in...", GLOB_PARQUET),
+    (TEXT, TEXT + "  jsonl: [held.jsonl]\n", "data", 3, "text and jsonl", ONE_KIND),
+    (TEXT, "", "data", 3, "none of them", ONE_KIND),
+    (TEXT, "  text:\n", "data.text", 4, "null", "a list of at least 1, each item text that is not empty"),
+    (TEXT, "  text: ['']\n", "data.text[0]", 4, "''", "text that is not empty"),
+    (TEXT, "  csv: [a.csv]\n", "data.csv", 4, "an unknown key", "text, jsonl, parquet, field, tokenizer"),
+    (TEXT, TEXT + "  field: body\n", "data.field", 5, "'body' beside text", "a field beside jsonl or parquet"),
+    (TEXT, "  jsonl: [held.jsonl]\n  field: 3\n", "data.field", 5, "3", "text that is not empty"),
+    (TEXT, "  jsonl: [held.jsonl]\n  field: ''\n", "data.field", 5, "''", "text that is not empty"),
+    (METRICS, "metrics: jsonl", "metrics", 13, "'jsonl'", "a list, each item one of jsonl, tensorboard"),
+    (METRICS, "metrics: null", "metrics", 13, "null", "a list, each item one of jsonl, tensorboard"),
+    (METRICS, "metrics: [wandb]", "metrics[0]", 13, "'wandb'", "jsonl, tensorboard"),
+    (METRICS, "metrics: [jsonl, jsonl]", "metrics[1]", 13, "'jsonl' a second time", "each word once"),
+    (
+        "[held.jsonl]",
+        "[gone.jsonl]",
+        "evaluation.jsonl[0]",
+        15,
+        "'gone.jsonl', which matches no file in...",
+        GLOB_JSONL,
+    ),
+    ("  jsonl: [held.jsonl]\n", "", "evaluation", 14, "none of them", ONE_KIND),
+    ("  field: body", "  text: [text/a.txt]", "evaluation", 14, "text and jsonl", ONE_KIND),
+    (
+        "  field: body",
+        "  tokenizer: tokenizer.json",
+        "evaluation.tokenizer",
+        16,
+        "an unknown key",
+        "text, jsonl, parquet, field, every, batches",
+    ),
+    ("  every: 10\n", "", "evaluation.every", 14, "nothing", COUNT),
+    ("every: 10", "every: 0", "evaluation.every", 17, "0", COUNT),
+    ("every: 10", "every: 2.5", "evaluation.every", 17, "2.5", COUNT),
+    (
+        "every: 10",
+        "every: 61",
+        "evaluation.every",
+        17,
+        "61, which none of the 60 steps...",
+        "a whole number of at most 60",
+    ),
+    ("batches: 2", "batches: '2'", "evaluation.batches", 18, "'2'", COUNT),
+    ("batches: 2", "batches: 0", "evaluation.batches", 18, "0", COUNT),
 ]
 
 
@@ -313,6 +370,7 @@ def place(tmp_path: Path) -> Path:
         "tokenizer.json": "{}",
         "text/a.txt": "a",
         "text/b.txt": "b",
+        "held.jsonl": '{"body": "b"}\n',
         "plan.yaml": PLAN,
         "cluster.yaml": CLUSTER,
         "run.yaml": RUN,
@@ -348,6 +406,41 @@ def test_malformed_file_is_one_line(schema: Any, right: str, case: Case, place: 
     told, _, rest = message.removeprefix(start).partition("; allowed: ")
     for text, expected in ((told, found), (re.sub(r" \(and \d+ more\)$", "", rest), allowed)):
         assert text.startswith(expected[:-3]) if expected.endswith("...") else text == expected
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory by its path."""
+    return {str(path): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "case"), KINDS, ids=[f"{s.__name__}-{c[2]}-{c[4][:24]!r}" for s, _, c in KINDS]
+)
+def test_commands_refuse_a_malformed_file_with_2_and_overwrite_nothing(
+    schema: Any, right: str, case: Case, place: Path, one_rank: None
+) -> None:
+    bad = place / "bad.yaml"
+    bad.write_text(right.replace(case[0], case[1]))
+    (place / "out").mkdir()
+    for name in ("figures.json", "figures.svg", "out/tokens.npy", "out/metrics.jsonl", "out/evaluation-tokens.npy"):
+        (place / name).write_text("of an earlier run")
+    figures = ["--json", place / "figures.json", "--svg", place / "figures.svg"]
+    before = contents(place)
+    if schema is Plan:
+        line = refused("rehearse", bad, *figures)
+    elif schema is Cluster:
+        line = refused("rehearse", place / "plan.yaml", "--cluster", bad, *figures)
+    else:
+        line = refused("train", bad)
+    assert line == f"error: {fault(schema, bad)}\n"
+    assert contents(place) == before
+
+
+def test_train_refuses_a_malformed_plan_too(place: Path, one_rank: None) -> None:
+    (place / "plan.yaml").write_text(PLAN.replace("batch: 8", "batch: eight"))
+    before = contents(place)
+    assert f"{place / 'plan.yaml'}: batch (line 7): found 'eight'" in refused("train", place / "run.yaml")
+    assert contents(place) == before
 
 
 def test_there_are_enough_malformed_files() -> None:
@@ -551,15 +644,6 @@ def test_saved_plan_is_readable(place: Path) -> None:
     assert not any(line.startswith(("objective", "bound", "gap")) for line in lines)
 
 
-def test_every_field_is_described() -> None:
-    for schema in (Plan, Cluster, Run):
-        exported = schema.model_json_schema()
-        json.dumps(exported)
-        for part in (exported, *exported["$defs"].values()):
-            for name, field in part["properties"].items():
-                assert field.get("description"), name
-
-
 def test_cluster_fields(place: Path) -> None:
     cluster = Cluster.load(place / "cluster.yaml")
     assert (cluster.devices, cluster.memory_bytes) == (16, 80 * 2**30)
@@ -575,14 +659,53 @@ def test_run_fields(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place.parent)
     run = Run.load(os.path.join(place.name, "run.yaml"))
     assert run.plan_path == place / "plan.yaml" and run.tokenizer_path == place / "tokenizer.json"
-    assert run.text_paths == (place / "text" / "a.txt", place / "text" / "b.txt")
+    assert run.data.kind == "text" and run.metrics == ["jsonl", "tensorboard"]
+    assert run.source_paths(run.data) == (place / "text" / "a.txt", place / "text" / "b.txt")
+    assert run.evaluation is not None and run.source_paths(run.evaluation) == (place / "held.jsonl",)
+    assert (run.evaluation.kind, run.evaluation.field) == ("jsonl", "body")
+    assert (run.evaluation.every, run.evaluation.batches) == (10, 2)
     assert run.output_dir == place / "out" and run.cluster_path == place / "cluster.yaml"
     assert (run.learning_rate, run.betas, run.weight_decay, run.record) == (1e-3, (0.9, 0.95), 0.0, True)
 
 
 def test_a_text_file_named_twice_is_read_once(place: Path) -> None:
     (place / "run.yaml").write_text(RUN.replace("['text/*.txt']", "[text/b.txt, 'text/**', text/b.txt]"))
-    assert [path.name for path in Run.load(place / "run.yaml").text_paths] == ["b.txt", "a.txt"]
+    run = Run.load(place / "run.yaml")
+    assert [path.name for path in run.source_paths(run.data)] == ["b.txt", "a.txt"]
+
+
+def test_a_run_file_of_an_earlier_version_still_loads(place: Path) -> None:
+    (place / "run.yaml").write_text(RUN[: RUN.index("metrics")])
+    run = Run.load(place / "run.yaml")
+    assert (run.metrics, run.evaluation, run.data.kind, run.data.field) == (["jsonl"], None, "text", "text")
+
+
+@pytest.mark.parametrize(
+    ("package", "old", "new", "line"),
+    [
+        (
+            "tensorboard",
+            "",
+            "",
+            "metrics[1] (line 13): found tensorboard without the package tensorboard; "
+            "allowed: tensorboard after pip install 'shardwright[tensorboard]'",
+        ),
+        (
+            "pyarrow",
+            TEXT,
+            "  parquet: [a.parquet]\n",
+            "data.parquet (line 4): found parquet without the package pyarrow; "
+            "allowed: parquet after pip install 'shardwright[parquet]'",
+        ),
+    ],
+)
+def test_a_package_that_is_not_installed_is_one_line(
+    package: str, old: str, new: str, line: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "a.parquet").write_bytes(b"")
+    (place / "run.yaml").write_text(RUN.replace(old, new, 1))
+    monkeypatch.setitem(sys.modules, package, None)  # import finds no such package
+    assert fault(Run, place / "run.yaml") == f"{place / 'run.yaml'}: {line}"
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

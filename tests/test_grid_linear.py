@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import dense
 import shardwright as sw
 from ranks import on_ranks
+from shardwright.mesh import chunk
 
 SIZES = (1, 2, 3, 4)
 T, K, N = 24, 36, 48  # divisible by every axis size
@@ -354,6 +355,78 @@ def test_a12_axis_of_one_makes_no_collective_and_no_copy():
         assert trace.collectives == ()
         peak = max(p.total for p in trace.peaks if p.phase == "forward")
         assert peak == (T * K + N * K + T * N) * 8
+
+
+def run_odd(name, t, k, n, bias):
+    """Nothing divides: errors against dense, saved bytes, collectives, and this rank's rows."""
+    ranks = torch.distributed.get_world_size()
+    mesh = dense.mesh_of(data=1, tensor=ranks)
+    reference = torch.nn.Linear(k, n, bias=bias, dtype=torch.float64)
+    with torch.no_grad():
+        reference.weight.copy_(dense.random(n, k, seed=1))
+        if bias:
+            reference.bias.copy_(dense.random(n, seed=2))
+    lin = sw.GridLinear.from_dense(reference, with_data(LAYOUTS[name]), mesh)
+    sw.Runtime.of(mesh).arena.poison = True
+    x_whole, up = dense.random(t, k, seed=3), dense.random(t, n, seed=4)
+    x = dense.part(x_whole, mesh, lin.input_placements).requires_grad_()
+    gradient = dense.part(up, mesh, lin.output_placements)
+    with sw.record(lin) as trace:
+        y = lin(x, tokens=t)
+        y.backward(gradient)
+    x_whole.requires_grad_()
+    out = reference(x_whole)
+    out.backward(up)
+    placements = [
+        [p if not p.is_shard() else type(p)(p.dim + 2) for p in q]
+        for q in (lin.output_placements, lin.input_placements)
+    ]
+    checks = [
+        (y.detach(), out, placements[0]),
+        (x.grad, x_whole.grad, placements[1]),
+        (lin.weight.grad.to_local(), reference.weight.grad, lin.weight.placements),
+    ]
+    if bias:
+        checks.append((lin.bias.grad.to_local(), reference.bias.grad, lin.bias.placements))
+    worst = 0.0
+    for local, whole, where in checks:
+        expected = dense.cut(whole.detach(), mesh, where)
+        assert local.shape == expected.shape
+        if local.numel():
+            worst = max(worst, dense.error(local, expected))
+    sw.Runtime.of(mesh).arena.poison = False
+    sent = [(c.kind, c.size, c.sent) for c in trace.collectives if c.axes == ("tensor",)]
+    return worst, trace.saved_bytes, sent, x.shape
+
+
+ODD = [(4, 12, 8, 10), (8, 3, 8, 16), (2, 7, 6, 10), (3, 1, 5, 7), (8, 9, 3, 5)]
+
+
+@pytest.mark.parametrize(("ranks", "t", "k", "n"), ODD)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a12_sizes_that_do_not_divide(name, ranks, t, k, n):
+    for rank, (worst, saved, sent, shape) in enumerate(on_ranks(ranks, run_odd, name, t, k, n, True)):
+        assert worst <= 1e-12
+        rows, width = shape
+        if name == "column gather again":
+            low, high = chunk(t, ranks, rank)
+            assert rows == high - low and width == k
+            assert saved == rows * k * 8
+            whole, own = t * k * 8, rows * k * 8
+            gather, scatter = ("all_gather", whole, own * (ranks - 1)), ("reduce_scatter", whole, whole - own)
+            assert sent == [gather, gather, scatter]
+
+
+def wrong_count():
+    """4 rows here and 3 there are 7, not 8 and 6: a count that does not fit this rank's rows is refused."""
+    mesh = dense.mesh_of(tensor=2)
+    lin = sw.GridLinear.from_dense(torch.nn.Linear(4, 4), LAYOUTS["column keep"], mesh)
+    with pytest.raises(ValueError, match="found a part of 4 rows; allowed: 5"):
+        lin(torch.ones(4, 4), tokens=10)
+
+
+def test_a12_a_count_that_does_not_fit_is_refused():
+    on_ranks(2, wrong_count)
 
 
 def draw_and_check(draws):

@@ -12,9 +12,10 @@ import dense
 import shardwright as sw
 from ranks import on_ranks
 from shardwright.comm import Runtime
-from shardwright.layers import GridRMSNorm, VocabParallelEmbedding, VocabParallelLoss
+from shardwright.layers import GridLayerNorm, GridRMSNorm, VocabParallelEmbedding, VocabParallelLoss
 from shardwright.linear.carrier import tokens_of
 from shardwright.linear.product import Product
+from shardwright.mesh import chunk
 from shardwright.params import StoredParameter, cut, make_parameter
 
 T, H, V = 24, 10, 48
@@ -98,7 +99,7 @@ def embedding(axes, word, padding):
     rows = 4 // axes["data"]
     mine = ids[mesh.get_local_rank("data") * rows :][:rows]
     carrier = layer(mine)
-    assert tuple(carrier.shape) == (rows, 6, H) and carrier.untyped_storage().nbytes() == 8
+    assert tuple(carrier.shape) == (rows, 6, H)
     tokens = tokens_of(carrier)
     split = [Shard(0), Shard(0) if word == "sharded" else Replicate()]
     tokens.squeeze(0).backward(cut(up, mesh, split))
@@ -198,3 +199,77 @@ def uniform(n):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_zero_logits_give_the_logarithm_of_the_vocabulary(n):
     assert on_ranks(n, uniform, n) == pytest.approx([math.log(V)] * n, abs=1e-15)
+
+
+def odd_vocabulary(n, vocab):
+    """(local classes, loss of zero logits, worst gradient error, worst embedding error) of a vocabulary over n."""
+    mesh = dense.mesh_of(tensor=n)
+    first, end = chunk(vocab, n, mesh.get_rank())
+    layer = VocabParallelLoss(mesh, ("tensor",))
+    labels = torch.tensor([0, vocab - 1, vocab // 2, 5, -100, 1])
+    zero = layer(torch.zeros(6, end - first, dtype=torch.float64), labels, vocab_size=vocab).item()
+    whole = dense.random(6, vocab, seed=1)
+    logits = whole[:, first:end].clone().requires_grad_()
+    layer(logits, labels, vocab_size=vocab).backward()
+    whole.requires_grad_()
+    torch.nn.functional.cross_entropy(whole, labels).backward()
+    worst = dense.error(logits.grad, whole.grad[:, first:end]) if end > first else 0.0
+    layout = sw.GridLayout(k=("tensor",), y="replicated")
+    table = dense.random(vocab, 4, seed=2)
+    parameter = make_parameter(table[first:end].clone(), (vocab, 4), mesh, [Shard(0)])
+    product = Product.of("embedding", layout, mesh)
+    module = VocabParallelEmbedding(StoredParameter(parameter, product.runtime, (), "embedding"), product, first)
+    ids = labels.clamp(min=0).view(2, 3)
+    tokens = tokens_of(module(ids))
+    tokens.backward(dense.random(1, 6, 4, seed=3))
+    reference = torch.nn.Embedding(vocab, 4, _weight=table.clone())
+    out = reference(ids)
+    out.backward(dense.random(1, 6, 4, seed=3).view(2, 3, 4))
+    local = module.weight.grad.to_local()
+    off = dense.error(tokens.view(2, 3, 4), out)
+    if end > first:
+        off = max(off, dense.error(local, reference.weight.grad[first:end]))
+    return end - first, zero, worst, off
+
+
+@pytest.mark.parametrize(("n", "vocab"), [(2, 50257), (8, 50257), (4, 10), (8, 9), (3, 7)])
+def test_a12_a_vocabulary_that_does_not_divide(n, vocab):
+    answers = on_ranks(n, odd_vocabulary, n, vocab)
+    if (n, vocab) == (2, 50257):
+        assert [classes for classes, *_ in answers] == [25129, 25128]
+        assert answers[0][1] == pytest.approx(10.824905, abs=1e-6)
+    for _, zero, worst, off in answers:
+        assert zero == pytest.approx(math.log(vocab), abs=1e-13)
+        assert worst <= 1e-12 and off <= 1e-12
+
+
+def layer_norm(axes, split):
+    mesh = dense.mesh_of(**axes)
+    weight, bias, x_whole, up = (dense.random(*shape, seed=i) for i, shape in enumerate([(H,), (H,), (T, H), (T, H)]))
+    placements = [Shard(0) if axis in split else Replicate() for axis in axes]
+    stored = [
+        StoredParameter(make_parameter(value.clone(), (H,), mesh, [Replicate()] * 2), Runtime.of(mesh), split, "norm")
+        for value in (weight, bias)
+    ]
+    layer = GridLayerNorm(*stored, 1e-5)
+    x = cut(x_whole, mesh, placements).requires_grad_()
+    y = layer(x)
+    y.backward(cut(up, mesh, placements))
+    reference = torch.nn.LayerNorm(H, dtype=torch.float64)
+    with torch.no_grad():
+        reference.weight.copy_(weight)
+        reference.bias.copy_(bias)
+    x_whole.requires_grad_()
+    out = reference(x_whole)
+    out.backward(up)
+    return max(
+        dense.error(dense.whole(y, mesh, placements), out),
+        dense.error(dense.whole(x.grad, mesh, placements), x_whole.grad),
+        dense.error(layer.weight.grad.to_local(), reference.weight.grad),
+        dense.error(layer.bias.grad.to_local(), reference.bias.grad),
+    )
+
+
+@pytest.mark.parametrize("split", [(), ("tensor",), ("data", "tensor")])
+def test_layer_norm_equals_dense_with_tokens_split(split):
+    assert max(on_ranks(4, layer_norm, {"data": 2, "tensor": 2}, split)) <= 1e-12

@@ -83,6 +83,18 @@ def test_each_column_sums_to_its_total_and_every_byte_has_an_owner():
     assert [sum(column) for column in zip(*columns[:-1], strict=True)] == columns[-1]
 
 
+def test_the_ledger_tells_point_by_category_by_module():
+    trace = two_steps()
+    for point in trace.points:
+        entries = [e for e in trace.ledger if (e.step, e.point) == (point.step, point.name)]
+        assert sum(e.bytes for e in entries) == point.total
+        for category in CATEGORIES:
+            assert sum(e.bytes for e in entries if e.category == category) == point.categories[category]
+    after = {(e.category, e.module): e.bytes for e in trace.ledger if (e.step, e.point) == (1, "after forward")}
+    assert after["parameter", "0.weight"] == 4 * 16 * 32
+    assert after["saved", "1"] == 4 * 4 * 32  # the ReLU's result
+
+
 def test_the_peak_is_what_a_replay_of_allocations_gives():
     trace = two_steps()
     live, peak = 0, 0

@@ -35,9 +35,14 @@ BATCH, SEQUENCE = 12, 16
 
 @functools.cache
 def config_path(**changes) -> Path:
-    """A config.json with these changes, written once a process."""
+    """A config.json of the tiny Llama with these changes, written once a process."""
+    return write_config({**FIELDS, **changes})
+
+
+def write_config(fields: dict) -> Path:
+    """A config.json of these fields."""
     path = Path(tempfile.mkdtemp(prefix="tiny")) / "config.json"
-    path.write_text(json.dumps({**FIELDS, **changes}))
+    path.write_text(json.dumps(fields))
     return path
 
 
@@ -49,7 +54,7 @@ def plan_of(axes: dict[str, int], layout: str, path: Path | None = None, **chang
 def batches(plan: Plan, steps: int, place: int = 0) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """The same global batches for every layout; the rows of the data rank at ``place``."""
     generator = torch.Generator().manual_seed(7)
-    rows = plan.batch // plan.mesh.get("data", 1)
+    rows = -(-plan.batch // plan.mesh.get("data", 1))
     found = []
     for _ in range(steps):
         step = []

@@ -207,7 +207,7 @@ def _parse(where: str, text: str) -> tuple[dict[str, Any], dict[Key, tuple[int, 
     except RecursionError:
         raise InputError(_one_line(f"{where}: found hundreds of nested values; allowed: a few")) from None
     if not isinstance(data, dict):
-        raise InputError(_one_line(f"{where}: found {found or _found(data)}; allowed: a mapping of keys to values"))
+        raise InputError(_one_line(f"{where}: found {found or found_text(data)}; allowed: a mapping of keys to values"))
     return data, lines
 
 
@@ -251,7 +251,7 @@ def _fault(details: Any, data: Any, root: dict[str, Any]) -> tuple[Key, str]:
     kind, loc, value = details["type"], details["loc"], details["input"]
     if kind == "missing":
         key = (*_existing(loc[:-1], data), loc[-1])
-        return key, f"found nothing; allowed: {_allowed(_schema_at(root, key), root)}"
+        return key, f"found nothing; allowed: {allowed_text(_schema_at(root, key), root)}"
     key = _existing(loc, data)
     if kind == "extra_forbidden":
         known = _known_keys(_schema_at(root, key[:-1]), root)
@@ -264,7 +264,7 @@ def _fault(details: Any, data: Any, root: dict[str, Any]) -> tuple[Key, str]:
     if isinstance(problem, InputError) and "; allowed: " in str(problem):  # "layout.x: found …; allowed: …"
         name, _, rest = str(problem).partition(": ")
         return (*key, *name.split(".")[1:]), rest
-    return key, f"found {_found(value)}; allowed: {_allowed(_schema_at(root, key), root)}"
+    return key, f"found {found_text(value)}; allowed: {allowed_text(_schema_at(root, key), root)}"
 
 
 def _existing(loc: tuple[str | int, ...], data: Any) -> Key:
@@ -280,14 +280,14 @@ def _existing(loc: tuple[str | int, ...], data: Any) -> Key:
     return tuple(key)
 
 
-def _resolve(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+def resolve(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
     while "$ref" in schema:
         schema = root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
     return schema
 
 
 def _children(schema: dict[str, Any], root: dict[str, Any], part: str | int) -> Iterator[dict[str, Any]]:
-    schema = _resolve(schema, root)
+    schema = resolve(schema, root)
     for option in schema.get("anyOf", ()):
         yield from _children(option, root, part)
     if isinstance(part, int):
@@ -303,7 +303,7 @@ def _children(schema: dict[str, Any], root: dict[str, Any], part: str | int) -> 
 
 
 def _known_keys(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    schema = _resolve(schema, root)
+    schema = resolve(schema, root)
     return [
         *schema.get("properties", {}),
         *(k for option in schema.get("anyOf", ()) for k in _known_keys(option, root)),
@@ -317,11 +317,11 @@ def _schema_at(root: dict[str, Any], key: Key) -> dict[str, Any]:
     return schema
 
 
-def _allowed(schema: dict[str, Any], root: dict[str, Any], inner: bool = False) -> str:
+def allowed_text(schema: dict[str, Any], root: dict[str, Any], inner: bool = False) -> str:
     """What a JSON schema allows, in words; ``inner``: as a part of a longer sentence."""
     if "x-allowed" in schema:
         return str(schema["x-allowed"])
-    schema = _resolve(schema, root)
+    schema = resolve(schema, root)
     if "x-allowed" in schema:
         return str(schema["x-allowed"])
     if "const" in schema:
@@ -329,7 +329,7 @@ def _allowed(schema: dict[str, Any], root: dict[str, Any], inner: bool = False) 
     if "enum" in schema:
         return ("one of " if inner and len(schema["enum"]) > 1 else "") + ", ".join(map(str, schema["enum"]))
     if "anyOf" in schema:
-        return ", or ".join(_allowed(option, root, True) for option in schema["anyOf"])
+        return ", or ".join(allowed_text(option, root, True) for option in schema["anyOf"])
     match schema.get("type"):
         case "integer":
             return "a whole number" + _bounds(schema)
@@ -342,15 +342,15 @@ def _allowed(schema: dict[str, Any], root: dict[str, Any], inner: bool = False) 
         case "null":
             return "null"
         case "array" if "prefixItems" in schema:
-            return "a list of: " + ", ".join(_allowed(item, root, True) for item in schema["prefixItems"])
+            return "a list of: " + ", ".join(allowed_text(item, root, True) for item in schema["prefixItems"])
         case "array":
             least = f" of at least {schema['minItems']}" if schema.get("minItems") else ""
-            return f"a list{least}, each item {_allowed(schema.get('items', {}), root, True)}"
+            return f"a list{least}, each item {allowed_text(schema.get('items', {}), root, True)}"
         case "object" if "properties" in schema:
             return f"a mapping with the keys {', '.join(schema['properties'])}"
         case "object" if isinstance(schema.get("additionalProperties"), dict):
             least = f" of at least {schema['minProperties']} key" if schema.get("minProperties") else ""
-            return f"a mapping{least}, each value {_allowed(schema['additionalProperties'], root, True)}"
+            return f"a mapping{least}, each value {allowed_text(schema['additionalProperties'], root, True)}"
         case "object":
             return "a mapping"
     return "what its schema says"
@@ -367,7 +367,7 @@ def _bounds(schema: dict[str, Any]) -> str:
     return " " + " and ".join(parts) if parts else ""
 
 
-def _found(value: Any) -> str:
+def found_text(value: Any) -> str:
     """A value as a user would recognise it."""
     if value is None:
         return "null"
@@ -425,7 +425,7 @@ def parse_bytes(size: str | int, key: str = "size") -> int:
         return InputError(f"{key}: found {found}; allowed: {allowed}")
 
     if isinstance(size, bool) or not isinstance(size, (str, int)):
-        raise fault(_found(size))
+        raise fault(found_text(size))
     if isinstance(size, int):
         if size < 0:
             raise fault(str(size))

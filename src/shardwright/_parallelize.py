@@ -6,6 +6,7 @@ The residual stream between sites is [1, T_local, h]. Model code that reads the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,19 +15,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from shardwright import trace
 from shardwright._errors import InputError
 from shardwright._plan import Plan
 from shardwright.comm import Runtime
-from shardwright.layers import GridRMSNorm, VocabParallelEmbedding, VocabParallelLoss, attention
+from shardwright.layers import (
+    GridDropout,
+    GridLayerNorm,
+    GridRMSNorm,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    VocabParallelLoss,
+    attention,
+)
 from shardwright.layers.loss import IGNORED
 from shardwright.layout import GridLayout
-from shardwright.linear import GridLinear
-from shardwright.linear.carrier import carry, tokens_of
+from shardwright.linear import GridLinear, SiteProduct
+from shardwright.linear.carrier import Carrier, TokenShape, tokens_of
 from shardwright.linear.product import Product, names, weight_placements
-from shardwright.models import Family, family_of
-from shardwright.params import StoredParameter, local_slices, make_parameter
+from shardwright.mesh import chunk
+from shardwright.models import Family, fallback, family_of, has_rule
+from shardwright.params import StoredParameter, cut_of, make_parameter
 from shardwright.params.initial import Source, from_seed, from_values
+from shardwright.params.random import key_of
 from shardwright.site import Site, check_divides, check_edges
+
+TOKENS = "shardwright_tokens"
+"""The keyword by which a forward pass tells its blocks [batch, sequence], also when a block is replayed."""
 
 
 def parallelize(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None = None) -> Any:
@@ -42,12 +57,14 @@ def parallelize(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None 
         raise InputError(
             f"mesh: found {dict(zip(names(mesh), mesh.shape, strict=True))}; allowed: the plan's {plan.mesh}"
         )
+    runtime = Runtime.of(mesh, plan.backend)
+    if plan.fallback and not has_rule(model.config):
+        return _unsplit(model, mesh, runtime, plan, source or _default_source(model, mesh, plan))
     family = family_of(model.config)
     layouts = resolve(family, model.config, plan)
-    runtime = Runtime.of(mesh, plan.backend)
     runtime.arena.slots = plan.arena
     source = source or _default_source(model, mesh, plan)
-    return _Conversion(model, mesh, runtime, family, layouts, source).run()
+    return _Conversion(model, mesh, runtime, family, layouts, source, plan).run()
 
 
 def resolve(family: Family, config: Any, plan: Plan) -> dict[Site, GridLayout]:
@@ -57,13 +74,32 @@ def resolve(family: Family, config: Any, plan: Plan) -> dict[Site, GridLayout]:
     for site in sites:
         layout = layouts[site.name]
         check_divides(site, layout, plan.mesh)
-        ranks = 1
-        for axis in layout.m:
-            ranks *= plan.mesh[axis]
-        if plan.batch % ranks:
-            raise InputError(f"batch: found {plan.batch}; allowed: a multiple of {'×'.join(layout.m)} = {ranks}")
+        _check_batch(plan, layout.m)
     check_edges(sites, layouts)
     return {site: layouts[site.name] for site in sites}
+
+
+def _unsplit(model: Any, mesh: DeviceMesh, runtime: Runtime, plan: Plan, source: Source) -> Any:
+    """A model without a rule table: data parallel over the plan's data axes, its modules as they are."""
+    group = runtime.group(plan.data_axes)
+    _check_batch(plan, plan.data_axes)
+    fallback.fill(model, source, torch.device(mesh.device_type))
+    fallback.reduce_gradients(model, group)
+    model.config.use_cache = False
+    if getattr(model, "_supports_attention_backend", False):
+        model.config._attn_implementation = attention.register()
+    model.loss_function = CausalLoss(VocabParallelLoss(mesh, (), group.axes))
+    model.register_forward_pre_hook(_BeginForward(TokenShape(), None), with_kwargs=True)
+    return model
+
+
+def _check_batch(plan: Plan, axes: tuple[str, ...]) -> None:
+    ranks = math.prod(plan.mesh[axis] for axis in axes)
+    if chunk(plan.batch, ranks, ranks - 1)[0] == plan.batch:
+        raise InputError(
+            f"batch: found {plan.batch}; allowed: enough sequences for every rank of {'×'.join(axes)} = {ranks}, "
+            f"cut into pieces of {-(-plan.batch // ranks)}"
+        )
 
 
 def _default_source(model: Any, mesh: DeviceMesh, plan: Plan) -> Source:
@@ -84,32 +120,41 @@ class _Conversion:
         family: Family,
         layouts: Mapping[Site, GridLayout],
         source: Source,
+        plan: Plan,
     ):
         self.model, self.mesh, self.runtime, self.family = model, mesh, runtime, family
-        self.layouts, self.source = layouts, source
+        self.layouts, self.source, self.seed = layouts, source, plan.seed
+        self.layout_of = {site.name: layout for site, layout in layouts.items()}
+        self.sites: dict[str, SiteProduct] = {}
+        self.shape = TokenShape()
+        stream = next(iter(layouts.values()))
+        self.stream = stream.output_token_axes
+        self.split = runtime.group(tuple(axis for axis in self.stream if axis not in stream.m))
+        data = runtime.group(stream.m)
+        self.first_sequence, _ = chunk(plan.batch, data.size, data.index)
 
     def run(self) -> Any:
         family, model = self.family, self.model
-        tied = bool(getattr(model.config, "tie_word_embeddings", False))
         for site, layout in self.layouts.items():
             if site.name == family.embedding:
                 self._embedding(site, layout)
             else:
                 self._linears(site, layout)
-        if tied:
+        if getattr(model.config, "tie_word_embeddings", False):
             self._tie()
-        stream = next(iter(self.layouts.values())).output_token_axes
-        for index in range(len(model.get_submodule(family.blocks))):
-            block = f"{family.blocks}.{index}"
-            for norm in family.block_norms:
-                self._norm(f"{block}.{norm}", stream)
-            self._watch_block(model.get_submodule(block), first=index == 0)
-        self._norm(family.final_norm, stream)
+        if family.positions is not None:
+            self._positions(family.positions)
+        for index, block in enumerate(model.get_submodule(family.blocks)):
+            self._block(f"{family.blocks}.{index}", block, first=index == 0)
+        self._norm(family.final_norm, self.stream)
+        for name in family.dropouts:
+            self._dropout(name)
         self._buffers()
         self._loss()
         model.config.use_cache = False
         model.config._attn_implementation = attention.register()
-        model.register_forward_pre_hook(_refuse_unsupported, with_kwargs=True)
+        model.register_forward_pre_hook(_BeginForward(self.shape, self.sites[family.head]), with_kwargs=True)
+        model.get_submodule(family.final_norm).register_forward_hook(_CarryOut(self.shape))
         left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if left:
             raise InputError(f"model: found parameters that no rule of {family.model_type!r} covers: {', '.join(left)}")
@@ -119,23 +164,36 @@ class _Conversion:
         parent, _, child = name.rpartition(".")
         setattr(self.model.get_submodule(parent), child, module)
 
+    def _stored(self, module: nn.Module, name: str, placements: Any, partial: tuple[str, ...], owner: str) -> Any:
+        """(the stored parameter, its cut) of ``module.name``; (None, None) where there is none."""
+        dense = getattr(module, name)
+        if dense is None:
+            return None, None
+        cut = cut_of(dense.shape, self.mesh, placements)
+        local = self.source(module, name, cut)
+        parameter = make_parameter(local, dense.shape, self.mesh, placements, dense.requires_grad)
+        return StoredParameter(parameter, self.runtime, partial, owner), cut
+
+    def _whole(self) -> list[Replicate]:
+        return [Replicate()] * self.mesh.ndim
+
     def _linears(self, site: Site, layout: GridLayout) -> None:
         dense = [self.model.get_submodule(linear.name) for linear in site.linears]
-        grids = GridLinear.siblings(dense, layout, self.mesh, site.name, self.source)
+        grids = GridLinear.siblings(dense, layout, self.mesh, site.name, self.source, site.linears)
         for linear, grid in zip(site.linears, grids, strict=True):
             self._put(linear.name, grid)
+        self.sites[site.name] = grids[0].site
 
     def _embedding(self, site: Site, layout: GridLayout) -> None:
         dense = self.model.get_submodule(site.name)
         # W [V,h] is cut along V, the site's K; as a linear's weight it would be [h,V].
         placements = weight_placements(GridLayout(n=layout.k), self.mesh)
-        slices = local_slices(dense.weight.shape, self.mesh, placements)
-        parameter = make_parameter(
-            self.source(dense, "weight", slices), dense.weight.shape, self.mesh, placements, dense.weight.requires_grad
-        )
-        stored = StoredParameter(parameter, self.runtime, layout.m, site.name)
+        stored, cut = self._stored(dense, "weight", placements, layout.m, site.name)
+        scale = getattr(dense, "scalar_embed_scale", None)
+        if scale is not None:  # rounded as Hugging Face rounds it
+            scale = torch.tensor(scale, dtype=dense.embed_scale.dtype, device="cpu").to(dense.weight.dtype).item()
         product = Product.of(site.name, layout, self.mesh)
-        self._put(site.name, VocabParallelEmbedding(stored, product, slices[0].start, dense.padding_idx))
+        self._put(site.name, VocabParallelEmbedding(stored, product, cut.ranges[0][0][0], dense.padding_idx, scale))
 
     def _tie(self) -> None:
         embedding = self.model.get_submodule(self.family.embedding)
@@ -148,26 +206,56 @@ class _Conversion:
         head.weight = embedding.weight
         head.site.weights[0] = embedding.stored
 
-    def _norm(self, name: str, stream: tuple[str, ...]) -> None:
+    def _positions(self, name: str) -> None:
         dense = self.model.get_submodule(name)
-        placements = [Replicate()] * self.mesh.ndim
-        slices = local_slices(dense.weight.shape, self.mesh, placements)
-        parameter = make_parameter(
-            self.source(dense, "weight", slices), dense.weight.shape, self.mesh, placements, dense.weight.requires_grad
-        )
-        stored = StoredParameter(parameter, self.runtime, stream, name)
-        self._put(name, GridRMSNorm(stored, dense.variance_epsilon))
+        stored, _ = self._stored(dense, "weight", self._whole(), self.stream, name)
+        self._put(name, PositionEmbedding(stored, self.split, self.shape))
 
-    def _watch_block(self, block: nn.Module, first: bool) -> None:
+    def _norm(self, name: str, partial: tuple[str, ...]) -> None:
+        dense = self.model.get_submodule(name)
+        weight, _ = self._stored(dense, "weight", self._whole(), partial, name)
+        if isinstance(dense, nn.LayerNorm):
+            bias, _ = self._stored(dense, "bias", self._whole(), partial, name)
+            self._put(name, GridLayerNorm(weight, bias, dense.eps))
+        else:
+            eps = getattr(dense, "variance_epsilon", None) or dense.eps
+            self._put(name, GridRMSNorm(weight, eps, self.family.norm_from_one))
+
+    def _dropout(self, name: str) -> None:
+        probability = self.model.get_submodule(name).p
+        if probability:
+            self._put(name, _HiddenDropout(probability, key_of(self.seed, name), self._hidden_place))
+
+    def _hidden_place(self, tokens: torch.Tensor) -> tuple[int, int, int]:
+        """(first token over the whole mesh, first feature, features) of hidden states [.., T_local, h]."""
+        own = self.shape.batch * self.shape.sequence
+        before = self.first_sequence * self.shape.sequence
+        return before + chunk(own, self.split.size, self.split.index)[0], 0, tokens.shape[-1]
+
+    def _block(self, name: str, block: nn.Module, first: bool) -> None:
+        family = self.family
+        for norm in family.block_norms:
+            self._norm(f"{name}.{norm}", self.stream)
+        sites = [site for key, site in self.sites.items() if key.startswith(f"{name}.")]
+        heads = self.layout_of[f"{name}.{family.attention}.qkv"]
+        for norm in family.head_norms:
+            self._norm(f"{name}.{norm}", heads.m + heads.n)
+        for dropout in family.block_dropouts:
+            self._dropout(f"{name}.{dropout}")
+        module: Any = block.get_submodule(family.attention)
+        ranks = self.runtime.group(heads.n)
+        for count in family.head_counts:
+            setattr(module, count, getattr(module, count) // ranks.size)
+        probability = getattr(self.model.config, family.attention_dropout, 0.0)
+        if probability:
+            share = (self.first_sequence, ranks.index, ranks.size)
+            module.score_dropout = _ScoreDropout(probability, key_of(self.seed, f"{name}.{family.attention}"), share)
         if first:
             block.register_forward_pre_hook(_take_tokens)
-        attention_module = block.get_submodule(self.family.attention)
-        column = next(module for module in attention_module.children() if isinstance(module, GridLinear))
-        attention_module.register_forward_pre_hook(_Carry(column.site.product.gather_x.size), with_kwargs=True)
-        for name in self.family.parents:
-            parent = block.get_submodule(name)
-            sites = {id(m.site): m.site for m in parent.children() if isinstance(m, GridLinear)}
-            parent.register_forward_hook(_Clear(tuple(sites.values())), always_call=True)
+        module.register_forward_pre_hook(_CarryIn(self.shape, sites), with_kwargs=True)
+        for parent in family.parents:
+            inside = [site for key, site in self.sites.items() if key.startswith(f"{name}.{parent}.")]
+            block.get_submodule(parent).register_forward_hook(_Clear(inside), always_call=True)
 
     def _buffers(self) -> None:
         """Buffers are computed, not drawn: every rank holds them whole."""
@@ -175,11 +263,12 @@ class _Conversion:
             meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
             for name, buffer in meta.items():
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.mesh.device_type)
+                trace.note(module._buffers[name], "buffer")
             if meta:
                 self.model._init_weights(module)
 
     def _loss(self) -> None:
-        layout = next(layout for site, layout in self.layouts.items() if site.name == self.family.head)
+        layout = self.layout_of[self.family.head]
         self.model.loss_function = CausalLoss(VocabParallelLoss(self.mesh, layout.n, layout.m))
 
 
@@ -201,26 +290,68 @@ class CausalLoss:
         """This rank's share of the mean loss. labels [B,S] name the tokens themselves, shift_labels the next ones."""
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
-        return self.over_vocabulary(logits, shift_labels, num_items_in_batch)
+        return self.over_vocabulary(logits, shift_labels, num_items_in_batch, vocab_size)
 
 
-class _Carry:
-    """Before attention: the tokens [1,T_local,h] go in as a carrier [B,S,h] of all T_local·n tokens."""
+class _BeginForward:
+    """Before the model: what would be silently wrong is refused, and the shape of the batch is told.
 
-    def __init__(self, split: int):
-        self.split = split
+    head: the site of the logits, where the model has sites.
+    """
+
+    def __init__(self, shape: TokenShape, head: SiteProduct | None):
+        self.shape, self.head = shape, head
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tokens = kwargs["hidden_states"]
-        sequence = kwargs["position_embeddings"][0].shape[-2]
-        batch = tokens.shape[-2] * self.split // sequence
-        return args, {**kwargs, "hidden_states": carry(tokens, batch, sequence)}
+        for name in ("attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "cache", "past_key_values"):
+            if kwargs.get(name) is not None:
+                raise InputError(
+                    f"{name}: found a value; allowed: nothing in this version (pad on the right with labels of -100, "
+                    "and do not pack)"
+                )
+        if len(args) > 1:
+            raise InputError("forward: found positional arguments after input_ids; allowed: keyword arguments")
+        keep = kwargs.get("logits_to_keep")
+        if isinstance(keep, torch.Tensor) or keep:
+            raise InputError("logits_to_keep: found a value; allowed: nothing, since tokens are split")
+        ids = args[0] if args else kwargs["input_ids"]
+        if self.head is None:
+            return None
+        self.shape.batch, self.shape.sequence = ids.shape
+        self.head.tokens = ids.shape.numel()
+        return args, {**kwargs, TOKENS: tuple(ids.shape)}
+
+
+class _CarryIn:
+    """Before attention: the tokens [1,T_local,h] go in as a carrier [B,S,h], and the block's sites learn T = B·S."""
+
+    def __init__(self, shape: TokenShape, sites: list[SiteProduct]):
+        self.shape, self.sites = shape, sites
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch, sequence = kwargs.pop(TOKENS)
+        self.shape.batch, self.shape.sequence = batch, sequence  # in a replay, another forward may have come since
+        for site in self.sites:
+            site.tokens = batch * sequence
+        if args:
+            return (Carrier(args[0], batch, sequence), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": Carrier(kwargs["hidden_states"], batch, sequence)}
+
+
+class _CarryOut:
+    """After the last norm: model code may reshape the hidden states again, so it sees a carrier."""
+
+    def __init__(self, shape: TokenShape):
+        self.shape = shape
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> Carrier:
+        return Carrier(output, self.shape.batch, self.shape.sequence)
 
 
 class _Clear:
     """After attention or MLP, come what may: no sibling's result is kept."""
 
-    def __init__(self, sites: tuple[Any, ...]):
+    def __init__(self, sites: list[SiteProduct]):
         self.sites = sites
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -228,17 +359,30 @@ class _Clear:
             site.clear()
 
 
+class _HiddenDropout(GridDropout):
+    """Dropout of hidden states: rows are tokens, also those that a carrier holds."""
+
+    def forward(self, x: Any) -> Any:
+        """x [1,T_local,h], or a carrier of it."""
+        if isinstance(x, Carrier):
+            return Carrier(super().forward(x.tokens), x.shape[0], x.shape[1])
+        return super().forward(x)
+
+
+class _ScoreDropout(GridDropout):
+    """Dropout of attention weights: rows are sequences, columns (head, query, key)."""
+
+    def __init__(self, p: float, key: int, share: tuple[int, int, int]):
+        self.first_sequence, self.index, self.ranks = share
+        super().__init__(p, key, self._place_of)
+
+    def _place_of(self, x: torch.Tensor) -> tuple[int, int, int]:
+        return self.first_sequence, self.index * x.shape[1], self.ranks * x.shape[1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B,H_local,S,S], of heads that divide by the ranks."""
+        return super().forward(x.reshape(x.shape[0], -1)).view(x.shape)
+
+
 def _take_tokens(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (tokens_of(args[0]), *args[1:])
-
-
-def _refuse_unsupported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    allowed = "nothing in this version (pad on the right with labels of -100, and do not pack)"
-    for name in ("attention_mask", "position_ids", "inputs_embeds", "cache", "past_key_values"):
-        if kwargs.get(name) is not None:
-            raise InputError(f"{name}: found a value; allowed: {allowed}")
-    if len(args) > 1:
-        raise InputError("forward: found positional arguments after input_ids; allowed: keyword arguments")
-    keep = kwargs.get("logits_to_keep")
-    if isinstance(keep, torch.Tensor) or keep:
-        raise InputError("logits_to_keep: found a value; allowed: nothing, since tokens are split")

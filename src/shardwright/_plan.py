@@ -191,6 +191,10 @@ class Plan(BaseModel):
         description="pattern of unit names → how parameters are stored over the data axes",
         json_schema_extra={"additionalProperties": {"type": "string", "enum": ["replicate"]}},
     )
+    fallback: bool = Field(
+        default=False,
+        description="run a model without a rule table all the same: data parallel, its linears unsplit",
+    )
     recompute: dict[str, str] = Field(
         default={},
         description="pattern of block names → what backward computes again",

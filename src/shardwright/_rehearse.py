@@ -1,17 +1,20 @@
-"""The rehearsal: the training step recorded with fake tensors and a fake process group, in one process.
+"""The rehearsal: the runtime's own code recorded with fake tensors and a fake process group, in one process.
 
-It runs the runtime's own code, so what it records is what the run will do: no accelerator, any world size.
+What it records is what the run will do: no accelerator, any world size. Three jobs can be rehearsed: training steps,
+the initialisation of a model from its plan's seed, and an evaluation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright import models
@@ -19,41 +22,76 @@ from shardwright._errors import InputError
 from shardwright._parallelize import parallelize
 from shardwright._plan import Plan
 from shardwright.comm import Runtime
-from shardwright.mesh import coordinates
+from shardwright.mesh import chunk, coordinates
 from shardwright.params.initial import unfilled
-from shardwright.step import TrainStep, record_steps
+from shardwright.step import TrainStep, record_evaluation, record_initialisation, record_steps
 from shardwright.trace import Trace
 
+MicroBatches = list[tuple[torch.Tensor, torch.Tensor]]
 
-def rehearse(config: Any, plan: Plan, rank: int = 0, steps: int = 2) -> Trace:
-    """What ``rank`` would do in its first ``steps`` training steps under ``plan``.
 
-    config: a path of a config.json, or a Hugging Face config. The trace's ``arena`` tells the slots that the run needs.
-    Raises InputError where the plan does not fit the model, or where this process already has a process group.
+def rehearse(config: Any, plan: Plan, rank: int = 0, steps: int = 2, job: str = "steps") -> Trace:
+    """What ``rank`` would do under ``plan``.
+
+    config: a path of a config.json, or a Hugging Face config. job: ``steps`` (the first ``steps`` training steps),
+    ``initialisation`` (of the weights), or ``evaluation`` (of one step's batches, without gradients). The trace's
+    ``arena`` tells the slots that the job needs. Raises InputError where the plan does not fit the model, or where this
+    process already has a process group.
     """
+    if job not in JOBS:
+        raise InputError(f"job: found {job!r}; allowed: {', '.join(JOBS)}")
+    if isinstance(config, (str, Path)):
+        config = models.load_config(config)
+    with stage(plan, rank) as mesh:
+        model = models.build_meta(config, plan.dtype)
+        with FakeTensorMode():
+            trace = JOBS[job](model, mesh, plan, steps)
+        trace.arena = Runtime.of(mesh).arena.most
+        return trace
+
+
+@contextmanager
+def stage(plan: Plan, rank: int) -> Iterator[DeviceMesh]:
+    """The plan's mesh over a fake process group, as ``rank`` sees it; gone when the block ends."""
     coordinates(rank, plan.mesh)
     if dist.is_initialized():
         raise InputError("rehearse: found a process group in this process; allowed: a process of its own")
-    if isinstance(config, (str, Path)):
-        config = models.load_config(config)
     dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
-        runtime = Runtime.of(mesh, plan.backend)
-        model = models.build_meta(config, plan.dtype)
-        with FakeTensorMode():
-            model = parallelize(model, mesh, plan, source=unfilled(torch.device("cpu")))
-            step = TrainStep(model, mesh, plan)
-            batches = [_micro_batches(plan, step) for _ in range(steps)]
-            _, trace = record_steps(step, batches)
-        trace.arena = runtime.arena.most
-        return trace
+        Runtime.of(mesh, plan.backend)  # made here, outside of any fake-tensor mode
+        yield mesh
     finally:
         dist.destroy_process_group()
 
 
-def _micro_batches(plan: Plan, step: TrainStep) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    shape = (plan.batch // step.loss.tokens.size, plan.sequence)
+def _steps(model: Any, mesh: DeviceMesh, plan: Plan, steps: int) -> Trace:
+    step = TrainStep(parallelize(model, mesh, plan, source=unfilled(torch.device("cpu"))), mesh, plan)
+    _, trace = record_steps(step, [_micro_batches(plan, step) for _ in range(steps)])
+    return trace
+
+
+def _evaluation(model: Any, mesh: DeviceMesh, plan: Plan, steps: int) -> Trace:
+    step = TrainStep(parallelize(model, mesh, plan, source=unfilled(torch.device("cpu"))), mesh, plan)
+    _, trace = record_evaluation(step, _micro_batches(plan, step))
+    return trace
+
+
+def _initialisation(model: Any, mesh: DeviceMesh, plan: Plan, steps: int) -> Trace:
+    _, trace = record_initialisation(lambda: parallelize(model, mesh, plan))
+    return trace
+
+
+JOBS: dict[str, Callable[[Any, DeviceMesh, Plan, int], Trace]] = {
+    "steps": _steps,
+    "initialisation": _initialisation,
+    "evaluation": _evaluation,
+}
+
+
+def _micro_batches(plan: Plan, step: TrainStep) -> MicroBatches:
+    first, end = chunk(plan.batch, step.loss.tokens.size, step.loss.tokens.index)
+    shape = (end - first, plan.sequence)
     return [
         (torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)) for _ in range(plan.accumulation)
     ]

@@ -107,6 +107,10 @@ def rehearse(
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence (config only).")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or bf16 (config only).")] = None,
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches of a step (config only).")] = None,
+    fallback: Annotated[
+        bool, typer.Option("--fallback", help="Take a model without a rule table, its linears unsplit (config only).")
+    ] = False,
+    job: Annotated[str, typer.Option(metavar="JOB", help="steps, initialisation or evaluation.")] = "steps",
     rank: Annotated[str, typer.Option(metavar="N|all", help="The rank to rehearse.")] = "0",
     cluster: Annotated[Path | None, typer.Option(metavar="CLUSTER.yaml", help="Check against these devices.")] = None,
     json_path: JsonOption = None,
@@ -123,6 +127,7 @@ def rehearse(
             "sequence": sequence,
             "dtype": dtype,
             "accumulation": accumulation,
+            "fallback": fallback or None,
         }
         if source.is_dir() or source.suffix == ".json":
             plan = _plan_for_config(source, choices)
@@ -133,7 +138,32 @@ def rehearse(
                         f"--{name}: found {value} beside a plan; allowed: only with a config, the plan states it"
                     )
             plan = Plan.load(source)
-        _rehearse(plan, _ranks(rank, plan.world_size), cluster, json_path, picture)
+        _rehearse(plan, _ranks(rank, plan.world_size), job, cluster, json_path, picture)
+
+
+@app.command()
+def schema(
+    kind: Annotated[str | None, typer.Argument(metavar="plan|cluster|run", help="The kind of file.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write into FILE.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="All kinds, as a page to read.")] = False,
+) -> None:
+    """Print the JSON schema of a file that users write, for editors to check and complete against."""
+    with exit_status():
+        from shardwright.report import schema as schemas
+
+        if markdown and kind is not None:
+            raise InputError(f"--markdown: found {kind} beside it; allowed: alone, the page tells of every kind")
+        if not markdown and kind not in schemas.FILES:
+            raise InputError(f"schema: found {kind or 'nothing'}; allowed: {', '.join(schemas.FILES)}")
+        if kind is None:
+            text = schemas.markdown()
+        else:
+            text = json.dumps(schemas.json_schema(kind), indent=2, ensure_ascii=False) + "\n"
+        if output is None:
+            print(text, end="")
+        else:
+            check_directory(output, "--output")
+            write_text(output, text)
 
 
 def _plan_for_config(config: Path, choices: dict[str, Any]) -> Plan:
@@ -159,7 +189,7 @@ def _ranks(text: str, world: int) -> list[int]:
 
 
 def _rehearse(
-    plan: Plan, ranks: list[int], cluster_path: Path | None, json_path: Path | None, picture: Path | None
+    plan: Plan, ranks: list[int], job: str, cluster_path: Path | None, json_path: Path | None, picture: Path | None
 ) -> None:
     from shardwright.cluster import Cluster
 
@@ -183,7 +213,7 @@ def _rehearse(
     with console.status("rehearsing") as status:
         for rank in ranks:
             status.update(f"rehearsing rank {rank} of {plan.world_size}")
-            traces[rank] = rehearse_rank(plan.config_path, plan, rank=rank)
+            traces[rank] = rehearse_rank(plan.config_path, plan, rank=rank, job=job)
     _show(console, traces)
     if picture is not None:
         axes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())

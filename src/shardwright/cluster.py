@@ -7,12 +7,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from shardwright._files import SIZES, STRICT, Version1, parse_bytes, read_yaml
+from shardwright._files import SIZES, STRICT, UNITS, Version1, parse_bytes, read_yaml
 
+SizeText = Annotated[str, Field(pattern=rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(UNITS)})?\s*$")]
 Size = Annotated[
     int,
-    BeforeValidator(parse_bytes, json_schema_input_type=int | str),
-    Field(ge=1, json_schema_extra={"x-allowed": f"a size above 0: {SIZES}"}),
+    Field(ge=1),
+    BeforeValidator(parse_bytes, json_schema_input_type=Annotated[int, Field(ge=1)] | SizeText),
+    Field(json_schema_extra={"x-allowed": f"a size above 0: {SIZES}"}),
 ]
 
 

@@ -42,3 +42,9 @@ def ranks_along(rank: int, along: Sequence[str], axes: Mapping[str, int]) -> tup
         here = range(size) if name in along else (place[name],)
         ranks = [r * size + i for r in ranks for i in here]
     return tuple(ranks)
+
+
+def chunk(length: int, ranks: int, index: int) -> tuple[int, int]:
+    """[start, stop) of the ``index``-th of ``ranks`` pieces, as DTensor cuts: ⌈length/ranks⌉ each, the last shorter."""
+    piece = -(-length // ranks)
+    return min(index * piece, length), min((index + 1) * piece, length)

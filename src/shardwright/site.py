@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,11 +16,20 @@ class Linear:
 
     name: qualified module name, e.g. ``model.layers.0.self_attn.q_proj``.
     n: output features. unit: features that stay together when n is split (a head's size; 1 where any cut is right).
+    groups: n is that many equal parts, each split on its own (3 for fused q, k, v).
+    sharable: units may be held by several ranks (key/value heads), where there are fewer of them than ranks.
     """
 
     name: str
     n: int
     unit: int = 1
+    groups: int = 1
+    sharable: bool = False
+
+    @property
+    def units(self) -> int:
+        """How many pieces of one group can be told apart."""
+        return self.n // self.groups // self.unit
 
 
 @dataclass(frozen=True)
@@ -49,28 +59,32 @@ class Site:
 
 
 def check_divides(site: Site, layout: GridLayout, sizes: Mapping[str, int]) -> None:
-    """Raises InputError unless every size that the layout splits divides by the axes that split it.
+    """Raises InputError where the layout cuts what must stay whole.
 
-    sizes: mesh axis → number of ranks along it.
+    Tokens and plain features may be cut unevenly (the last ranks get less, or nothing). Heads may not: they must divide
+    by the ranks, or be sharable and the ranks divide by them. sizes: mesh axis → number of ranks along it.
     """
+    for axis in layout.axes:
+        if axis not in sizes:
+            raise InputError(f"{site.name}: layout names axis {axis!r}; allowed: the mesh's axes ({', '.join(sizes)})")
 
-    def need(what: str, count: int, axes: Sequence[str]) -> None:
-        ranks = 1
-        for axis in axes:
-            if axis not in sizes:
-                raise InputError(
-                    f"{site.name}: layout names axis {axis!r}; allowed: the mesh's axes ({', '.join(sizes)})"
-                )
-            ranks *= sizes[axis]
-        if count % ranks:
-            raise InputError(f"{site.name}: {what} is {count}; allowed: a multiple of {'×'.join(axes)} = {ranks}")
+    def ranks(axes: Sequence[str]) -> int:
+        return math.prod(sizes[axis] for axis in axes)
 
-    need("tokens", site.m, layout.input_token_axes)
-    need("tokens", site.m, layout.output_token_axes)
+    over = ranks(layout.n)
     for linear in site.linears:
-        what = f"output features of {linear.name}" if linear.unit == 1 else f"heads of {linear.name}"
-        need(what, linear.n // linear.unit, layout.n)
-    need("input features" if site.k_unit == 1 else "heads", site.k // site.k_unit, layout.k)
+        if linear.unit == 1 and linear.groups == 1:
+            continue
+        shared = linear.sharable and over % linear.units == 0
+        if linear.units % over and not shared:
+            allowed = f"a multiple of {'×'.join(layout.n)} = {over}" + (
+                ", or a divisor of it" if linear.sharable else ""
+            )
+            raise InputError(f"{site.name}: heads of {linear.name} is {linear.units}; allowed: {allowed}")
+    over = ranks(layout.k)
+    if site.k_unit > 1 and site.k // site.k_unit % over:
+        heads = site.k // site.k_unit
+        raise InputError(f"{site.name}: heads is {heads}; allowed: a multiple of {'×'.join(layout.k)} = {over}")
 
 
 def check_edges(sites: Sequence[Site], layouts: Mapping[str, GridLayout]) -> None:

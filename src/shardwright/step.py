@@ -121,6 +121,25 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         return total
 
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """The mean loss over all targets of ``micro_batches`` (as in a step), without gradients; 0-dim, on every rank.
+
+        The model is put into evaluation mode for it, and back into the mode that it was in.
+        """
+        training = self.model.training
+        self.model.eval()
+        count = self.loss.count_targets(*(labels for _, labels in micro_batches))
+        shares = [
+            self.model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count).loss
+            for ids, labels in micro_batches
+        ]
+        with trace.span("loss"):
+            total = torch.stack(shares).sum()
+            all_reduce(total, self.loss.tokens, "loss")
+        self.model.train(training)
+        return total
+
 
 def record_steps(
     step: TrainStep, batches: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
@@ -132,3 +151,19 @@ def record_steps(
     with trace.record(step.model, step.optimizer) as recorded:
         losses = [step(micro_batches) for micro_batches in batches]
     return losses, recorded
+
+
+def record_evaluation(
+    step: TrainStep, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, trace.Trace]:
+    """One evaluation under the recorder: (the mean loss, the trace)."""
+    with trace.record(step.model, step.optimizer) as recorded:
+        loss = step.evaluate(micro_batches)
+    return loss, recorded
+
+
+def record_initialisation(build: Callable[[], Any]) -> tuple[Any, trace.Trace]:
+    """The making of a model under the recorder: (what ``build`` returns, the trace)."""
+    with trace.record() as recorded:
+        model = build()
+    return model, recorded

@@ -15,14 +15,16 @@ import torch
 from shardwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.runtime import Runtime
+from shardwright.mesh import chunk
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: torch.Tensor, runtime: Runtime, group: AxisGroup, owner: str) -> torch.Tensor:
-        ctx.runtime, ctx.group, ctx.owner = runtime, group, owner
         rows, width = partial.shape
-        part = partial.new_empty(rows // group.size, width)
+        ctx.runtime, ctx.group, ctx.owner, ctx.rows = runtime, group, owner, rows
+        start, stop = chunk(rows, group.size, group.index)
+        part = partial.new_empty(stop - start, width)
         reduce_scatter(partial, part, group, owner)
         runtime.arena.end(partial)
         return part
@@ -30,10 +32,9 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (grad,) = grads
-        rows, width = grad.shape
         # The node that made the partial sums ends this lease when its products are done.
         whole = ctx.runtime.arena.lease(
-            (rows * ctx.group.size, width), grad.dtype, grad.device, "gathered", f"{ctx.owner} (dY)"
+            (ctx.rows, grad.shape[1]), grad.dtype, grad.device, "gathered", f"{ctx.owner} (dY)"
         )
         all_gather(grad, whole, ctx.group, ctx.owner)
         return whole, None, None, None

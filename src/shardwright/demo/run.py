@@ -37,6 +37,7 @@ from shardwright.train.data import standard_library, standard_library_text, trai
 from shardwright.train.launch import launch
 from shardwright.train.loop import METRICS, RECORDED_STEPS, trace_name
 from shardwright.train.metrics import read_metrics
+from shardwright.train.sources import documents
 
 SEQUENCE = 128
 """Tokens of a sequence."""
@@ -224,7 +225,7 @@ def _write_text(work: Path, vocab_size: int) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)
         copies.append(copy)
-    train_tokenizer(copies, vocab_size, work / "tokenizer.json")
+    train_tokenizer(documents("text", copies), vocab_size, work / "tokenizer.json")
 
 
 def _write_run(work: Path, steps: int) -> None:

@@ -1,7 +1,15 @@
 """The layers between the linears: attention, norm, embedding and loss, each with its gradient rule."""
 
-from shardwright.layers.embedding import VocabParallelEmbedding
+from shardwright.layers.dropout import GridDropout
+from shardwright.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from shardwright.layers.loss import VocabParallelLoss
-from shardwright.layers.norm import GridRMSNorm
+from shardwright.layers.norm import GridLayerNorm, GridRMSNorm
 
-__all__ = ["GridRMSNorm", "VocabParallelEmbedding", "VocabParallelLoss"]
+__all__ = [
+    "GridDropout",
+    "GridLayerNorm",
+    "GridRMSNorm",
+    "PositionEmbedding",
+    "VocabParallelEmbedding",
+    "VocabParallelLoss",
+]

@@ -1,11 +1,14 @@
-"""Vocabulary-parallel embedding: each rank looks up the tokens of its own rows; the parts are summed.
+"""Embeddings: of tokens, vocabulary-parallel, and of positions.
 
-It is a row-parallel site whose X is the one-hot matrix of the tokens: K is the vocabulary.
+The embedding of tokens is a row-parallel site whose X is the one-hot matrix of the tokens: K is the vocabulary. Each
+rank looks up the tokens of its own rows; the parts are summed.
 
-| pass     | in                      | out                                                            |
-|----------|-------------------------|----------------------------------------------------------------|
-| forward  | ids [B,S], W [V/n,h]    | partial [T,h], zero for tokens of other ranks; then reduced    |
-| backward | dY [T,h] (gathered)     | dW [V/n,h], partial over the axes that split the tokens        |
+| pass     | in                        | out                                                            |
+|----------|---------------------------|----------------------------------------------------------------|
+| forward  | ids [B,S], W [V_local,h]  | partial [T,h], zero for tokens of other ranks; then reduced    |
+| backward | dY [T,h] (gathered)       | dW [V_local,h], partial over the axes that split the tokens    |
+
+Positions are looked up for this rank's tokens only, in a table that every rank holds whole.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.comm import reduce_output
-from shardwright.linear.carrier import carry
+from shardwright.comm import AxisGroup, reduce_output
+from shardwright.linear.carrier import Carrier, TokenShape
 from shardwright.linear.product import Product
+from shardwright.mesh import chunk
 from shardwright.params import StoredParameter, Use
 
 
@@ -45,6 +49,8 @@ class _Lookup(torch.autograd.Function):
         foreign = (local < 0) | (local >= ctx.rows)
         shape = (flat.shape[0], weight.shape[1])
         y = arena.lease(shape, weight.dtype, weight.device, "unreduced", f"{product.name} (Y)")
+        if not ctx.rows:  # a rank behind the end of a vocabulary that does not divide
+            return y.zero_()
         torch.index_select(weight, 0, local.masked_fill_(foreign, 0), out=y)
         y.masked_fill_(foreign.unsqueeze(-1), 0)
         return y
@@ -68,18 +74,67 @@ class _Lookup(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """Token ids [B,S] → hidden states, as a carrier [B,S,h] of this rank's tokens [1,T_local,h].
 
-    stored: W [V,h], its rows split by the layout's k axes. T_local is B·S, over n where the layout scatters Y.
+    stored: W [V,h], its rows split by the layout's k axes. T_local is B·S, over n where the layout scatters Y. scale:
+    multiplies the result (Gemma).
     """
 
-    def __init__(self, stored: StoredParameter, product: Product, first_row: int, padding_idx: int | None = None):
+    def __init__(
+        self,
+        stored: StoredParameter,
+        product: Product,
+        first_row: int,
+        padding_idx: int | None = None,
+        scale: float | None = None,
+    ):
         super().__init__()
         self.weight = stored.parameter
         self.stored, self.product = stored, product
-        self.first_row, self.padding_idx = first_row, padding_idx
+        self.first_row, self.padding_idx, self.scale = first_row, padding_idx, scale
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> Carrier:
         """ids [B,S] → a carrier [B,S,h]."""
         product = self.product
         y = _Lookup.apply(self.weight, self.stored, self.stored.use(), ids, self.first_row, product, self.padding_idx)
         y = reduce_output(y, product.runtime, product.reduce_y, product.y_word, product.name)
-        return carry(y.unsqueeze(0), *ids.shape)
+        if self.scale is not None:
+            y = y * self.scale
+        return Carrier(y.unsqueeze(0), *ids.shape)
+
+
+class _PositionLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: Any, stored: StoredParameter, use: Use | None, positions: torch.Tensor
+    ) -> torch.Tensor:
+        table = stored.lease()
+        ctx.stored, ctx.use, ctx.rows = stored, use, table.shape[0]
+        ctx.save_for_backward(positions)
+        return table[positions]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (positions,) = ctx.saved_tensors
+        gradient = torch.ops.aten.embedding_dense_backward(grads[0], positions, ctx.rows, -1, False)
+        ctx.stored.deposit(gradient, ctx.use)
+        return (None,) * 4
+
+
+class PositionEmbedding(nn.Module):
+    """Position ids [1,S] → the embeddings of this rank's tokens, as a carrier [B,S,h].
+
+    stored: the table [P,h], whole on every rank; its gradient is partial over all axes that split tokens. split: the
+    group over which the tokens of one data rank are split. shape: tells B of the forward at work.
+    """
+
+    def __init__(self, stored: StoredParameter, split: AxisGroup, shape: TokenShape):
+        super().__init__()
+        self.weight = stored.parameter
+        self.stored, self.split, self.shape = stored, split, shape
+
+    def forward(self, position_ids: torch.Tensor) -> Carrier:
+        """position_ids [1,S] → a carrier [B,S,h]."""
+        batch, sequence = self.shape.batch, self.shape.sequence
+        start, stop = chunk(batch * sequence, self.split.size, self.split.index)
+        positions = position_ids.expand(batch, sequence).reshape(-1)[start:stop]
+        tokens = _PositionLookup.apply(self.weight, self.stored, self.stored.use(), positions)
+        return Carrier(tokens.unsqueeze(0), batch, sequence)

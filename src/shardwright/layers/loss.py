@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import trace
 from shardwright.comm import AxisGroup, Runtime, all_gather, all_reduce
+from shardwright.mesh import chunk
 
 IGNORED = -100
 """The label of a token without a target."""
@@ -37,7 +38,9 @@ class _CrossEntropy(torch.autograd.Function):
         local = labels - first
         foreign = (local < 0) | (local >= width)
         column = local.masked_fill(foreign, 0).unsqueeze(1)
-        for start in range(0, rows, CHUNK):
+        if not width:  # a rank behind the end of a vocabulary that does not divide
+            mine[0].fill_(-torch.inf)
+        for start in range(0, rows if width else 0, CHUNK):
             part = slice(start, min(start + CHUNK, rows))
             torch.logsumexp(logits[part].to(wide), dim=-1, out=mine[0, part])
             mine[1, part] = torch.gather(logits[part], 1, column[part]).squeeze(1).to(wide)
@@ -64,7 +67,7 @@ class _CrossEntropy(torch.autograd.Function):
         local = labels - ctx.first
         present = ((local >= 0) & (local < width)).unsqueeze(1)
         column = torch.where(present, local.unsqueeze(1), 0)
-        for start in range(0, rows, CHUNK):
+        for start in range(0, rows if width else 0, CHUNK):
             part = slice(start, min(start + CHUNK, rows))
             soft = (logits[part] - log_z[part].unsqueeze(1)).exp_()  # log_z is wide, so soft is
             soft.scatter_add_(1, column[part], -present[part].to(ctx.wide))
@@ -86,13 +89,22 @@ class VocabParallelLoss:
         self.vocab = runtime.group(vocab_axes)
         self.tokens = runtime.group(token_axes)
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's share of the mean loss, 0-dim: summed over the token axes it is the mean."""
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        count: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+    ) -> torch.Tensor:
+        """This rank's share of the mean loss, 0-dim: summed over the token axes it is the mean.
+
+        vocab_size: V, needed where the ranks' parts differ; by default each has as many classes as this one.
+        """
         with trace.span("loss"):
-            logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+            logits, labels = logits.flatten(0, -2), labels.reshape(-1)
             if count is None:
                 count = self.count_targets(labels)
-            first = logits.shape[-1] * self.vocab.index
+            first, _ = chunk(vocab_size or logits.shape[-1] * self.vocab.size, self.vocab.size, self.vocab.index)
             loss: torch.Tensor = _CrossEntropy.apply(logits, labels, count.clamp(min=1), first, self.vocab)
             return loss
 

@@ -1,6 +1,7 @@
 """The blocking mode: every collective is finished before the next product starts.
 
-R tokens come in on this rank, T = R·|gather_x| are multiplied; K', N' are the local features.
+R tokens come in on this rank, T over the axes that split X are multiplied; K', N' are the local features. Weights are
+read as [N',K'] (a weight stored the other way round comes as a transposed view).
 
 | pass     | in                | collectives                    | products                      | out            |
 |----------|-------------------|--------------------------------|-------------------------------|----------------|
@@ -18,21 +19,23 @@ import torch
 
 from shardwright.comm import all_gather, all_reduce, reduce_scatter
 from shardwright.linear.product import Product
+from shardwright.mesh import chunk
 
 
 def forward(
     product: Product,
     x: torch.Tensor,
+    rows: int,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     keep: bool,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Y_i, and what backward needs of X (None unless ``keep``).
+    """Y_i for T = ``rows``, and what backward needs of X (None unless ``keep``).
 
     Where k is split, Y_i is leased as ``unreduced`` and lacks its bias: the reduction that follows ends the lease.
     """
     arena = product.runtime.arena
-    whole = gather(product, x, "X") if product.gather_x.size > 1 else x
+    whole = gather(product, x, rows) if product.gather_x.size > 1 else x
     outputs = []
     for weight, bias in zip(weights, biases, strict=True):
         if product.reduce_y.size > 1:
@@ -52,6 +55,7 @@ def backward(
     product: Product,
     grads: Sequence[torch.Tensor | None],
     kept: torch.Tensor | None,
+    rows: int,
     weights: Sequence[torch.Tensor],
     needs_x: bool,
     deposit: Callable[[int, torch.Tensor, torch.Tensor | None], None] | None,
@@ -60,7 +64,7 @@ def backward(
     arena = product.runtime.arena
     whole = kept
     if kept is not None and product.gather_x.size > 1 and not product.keep_gathered:
-        whole = gather(product, kept, "X")
+        whole = gather(product, kept, rows)
     dx = input_gradient(product, grads, weights) if needs_x else None
     for index, grad in enumerate(grads):
         if grad is None:
@@ -73,11 +77,10 @@ def backward(
     return dx
 
 
-def gather(product: Product, x: torch.Tensor, what: str) -> torch.Tensor:
-    """X [R,K'] of every rank → [T,K'], leased."""
-    rows, width = x.shape
-    shape = (rows * product.gather_x.size, width)
-    whole = product.runtime.arena.lease(shape, x.dtype, x.device, "gathered", f"{product.name} ({what})")
+def gather(product: Product, x: torch.Tensor, rows: int) -> torch.Tensor:
+    """X [R,K'] of every rank → [rows,K'], leased."""
+    shape = (rows, x.shape[1])
+    whole = product.runtime.arena.lease(shape, x.dtype, x.device, "gathered", f"{product.name} (X)")
     all_gather(x, whole, product.gather_x, product.name)
     return whole
 
@@ -100,7 +103,8 @@ def input_gradient(
     for grad, weight in rest:
         dx.addmm_(grad, weight)
     if product.gather_x.size > 1:
-        part = dx.new_empty(dx.shape[0] // product.gather_x.size, dx.shape[1])
+        start, stop = chunk(dx.shape[0], product.gather_x.size, product.gather_x.index)
+        part = dx.new_empty(stop - start, dx.shape[1])
         reduce_scatter(dx, part, product.gather_x, product.name)
         arena.end(dx)
         return part

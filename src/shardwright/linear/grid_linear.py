@@ -1,8 +1,9 @@
-"""GridLinear: an nn.Linear whose product lies on a mesh as a GridLayout says."""
+"""GridLinear: a linear layer whose product lies on a mesh as a GridLayout says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -11,21 +12,21 @@ from torch.distributed.tensor import Placement
 
 from shardwright._errors import InputError
 from shardwright.layout import GridLayout
-from shardwright.linear.carrier import tokens_of
+from shardwright.linear.carrier import Carrier, tokens_of
 from shardwright.linear.product import Product, activation_placements, bias_placements, weight_placements
 from shardwright.linear.site_product import SiteProduct
-from shardwright.params import StoredParameter, cut, local_slices, make_parameter
-
-Materialise = Callable[[nn.Module, str, tuple[slice, ...]], torch.Tensor]
-"""(dense module, parameter name, this rank's slices) → the shard's values."""
+from shardwright.params import StoredParameter, cut_of, make_parameter
+from shardwright.params.initial import Source, from_values
+from shardwright.site import Linear
 
 
 class GridLinear(nn.Linear):
     """Y[M,N] = X[M,K] · W[N,K]ᵀ + b[N] on a mesh. Made by ``from_dense`` or ``siblings``.
 
     Takes plain local tensors [M_local,K_local] or [1,M_local,K_local] and gives Y with as many dimensions; other
-    leading sizes are flattened first and give [1,M_local,N_local]. ``weight`` and ``bias`` are DTensor parameters, and
-    so are their gradients, which are sums (never means) and complete when backward returns.
+    leading sizes are flattened first and give [1,M_local,N_local]; a carrier [B,S,K] gives [B,S,N_local] where Y is
+    whole along M, [1,M_local,N_local] where it is scattered. ``weight`` and ``bias`` are DTensor parameters, and so are
+    their gradients, which are sums (never means) and complete when backward returns.
     """
 
     weight: nn.Parameter
@@ -35,68 +36,49 @@ class GridLinear(nn.Linear):
     mesh: DeviceMesh
 
     @classmethod
-    def from_dense(cls, linear: nn.Linear, layout: GridLayout, mesh: DeviceMesh, name: str = "linear") -> GridLinear:
+    def from_dense(cls, linear: nn.Module, layout: GridLayout, mesh: DeviceMesh, name: str = "linear") -> GridLinear:
         """The grid form of ``linear``. Every rank holds the dense one (equal on all) and takes its part.
 
-        Raises InputError where the layout does not fit the mesh or the sizes do not divide.
+        linear: an nn.Linear, or a module like it whose weight is stored as [K,N] (Hugging Face's Conv1D).
+        Raises InputError where the layout does not fit the mesh.
         """
         return cls.siblings([linear], layout, mesh, name)[0]
 
     @classmethod
     def siblings(
         cls,
-        linears: Sequence[nn.Linear],
+        linears: Sequence[nn.Module],
         layout: GridLayout,
         mesh: DeviceMesh,
         name: str = "site",
-        materialise: Materialise | None = None,
+        source: Source = from_values,
+        facts: Sequence[Linear] | None = None,
     ) -> list[GridLinear]:
         """The grid forms of linears that all take the same X: one gather, one saved shard, one reduction of dX.
 
-        Call each of them with the same tensor object. materialise: where shards come from; by default cut from the
-        dense weights.
+        Call each of them with the same tensor object. source: where shards come from; by default cut from the dense
+        weights. facts: what must stay together when N is split (heads, fused parts), one a linear.
         """
         product = Product.of(name, layout, mesh)
-        grids = [cls._shell(linear, layout, mesh, materialise) for linear in linears]
-        weight_axes, bias_axes = layout.m, layout.m if not layout.k else layout.output_token_axes
-        runtime = product.runtime
-        weights = [StoredParameter(grid.weight, runtime, weight_axes, name) for grid in grids]
-        biases: list[StoredParameter | None] = [
-            StoredParameter(grid.bias, runtime, bias_axes, name) if grid.bias is not None else None for grid in grids
-        ]
-        site = SiteProduct(product, weights, biases)
-        for index, grid in enumerate(grids):
-            grid.site, grid.index = site, index
+        transposed = not isinstance(linears[0], nn.Linear)
+        shapes = [cast(torch.Tensor, linear.weight).shape for linear in linears]
+        sizes = [tuple(shape[::-1] if transposed else shape) for shape in shapes]
+        facts = facts or [Linear(name, n) for n, _ in sizes]
+        grids, weights, biases = [], list[StoredParameter](), list[StoredParameter | None]()
+        for index, (linear, fact) in enumerate(zip(linears, facts, strict=True)):
+            grid = cls.__new__(cls)
+            nn.Module.__init__(grid)
+            grid.index, grid.layout, grid.mesh = index, layout, mesh
+            grid.out_features, grid.in_features = sizes[index]
+            weight, bias = _store(grid, linear, fact, product, mesh, source, transposed)
+            weights.append(weight)
+            biases.append(bias)
+            grid.train(linear.training)
+            grids.append(grid)
+        site = SiteProduct(product, weights, biases, transposed)
+        for grid in grids:
+            grid.site = site
         return grids
-
-    @classmethod
-    def _shell(
-        cls, linear: nn.Linear, layout: GridLayout, mesh: DeviceMesh, materialise: Materialise | None
-    ) -> GridLinear:
-        n, k = linear.weight.shape
-        runtime = Product.of("linear", layout, mesh).runtime
-        for what, count, axes in (("out_features", n, layout.n), ("in_features", k, layout.k)):
-            ranks = runtime.group(axes).size
-            if count % ranks:
-                raise InputError(f"{what}: found {count}; allowed: a multiple of {'×'.join(axes)} = {ranks}")
-        grid = cls.__new__(cls)
-        nn.Module.__init__(grid)
-        grid.in_features, grid.out_features, grid.layout, grid.mesh = k, n, layout, mesh
-        for name, placements in (
-            ("weight", weight_placements(layout, mesh)),
-            ("bias", bias_placements(layout, mesh)),
-        ):
-            dense = getattr(linear, name)
-            if dense is None:
-                grid.register_parameter(name, None)
-                continue
-            if materialise is None:
-                local = cut(dense, mesh, placements)
-            else:
-                local = materialise(linear, name, local_slices(dense.shape, mesh, placements))
-            grid.register_parameter(name, make_parameter(local, dense.shape, mesh, placements, dense.requires_grad))
-        grid.train(linear.training)
-        return grid
 
     @property
     def input_placements(self) -> tuple[Placement, ...]:
@@ -108,25 +90,79 @@ class GridLinear(nn.Linear):
         """DTensor placements of Y, one a mesh axis in mesh order; dimensions count from the end."""
         return activation_placements(self.layout.output_token_axes, self.layout.n, self.mesh)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """X [.., M_local, K_local] (or a carrier of it) → Y [.., M_local', N_local]."""
-        tokens = tokens_of(x)
+    def forward(self, x: torch.Tensor | Carrier, tokens: int | None = None) -> torch.Tensor:
+        """X [.., M_local, K_local] (or a carrier of it) → Y [.., M_local', N_local].
+
+        tokens: the rows of X over the axes that split it beside m, needed where they do not divide (4 + 3 over two
+        ranks is 7); by default every rank holds as many as this one.
+        """
+        local = tokens_of(x)
         width = self.weight_width
-        if tokens.shape[-1] != width:
+        if local.shape[-1] != width:
             raise InputError(
-                f"{self.site.product.name}: found an input of {tokens.shape[-1]} features; allowed: {width} "
+                f"{self.site.product.name}: found an input of {local.shape[-1]} features; allowed: {width} "
                 f"(the local part of in_features = {self.in_features})"
             )
-        rows = tokens if tokens.dim() == 2 else tokens.reshape(-1, width)
-        y = self.site(x, rows, self.index)
-        return y if tokens.dim() == 2 else y.unsqueeze(0)
+        rows = local if local.dim() == 2 else local.reshape(-1, width)
+        if isinstance(x, Carrier):
+            tokens = x.rows
+        elif tokens is None:
+            tokens = self.site.tokens or rows.shape[0] * self.site.product.gather_x.size
+        y = self.site(local, rows, tokens, self.index)
+        if isinstance(x, Carrier) and y.shape[0] == x.rows:
+            return y.view(*x.shape[:2], -1)
+        return y if local.dim() == 2 else y.unsqueeze(0)
 
     @property
     def weight_width(self) -> int:
         """K_local: the input features that this rank's weight takes."""
-        return self.site.weights[self.index].lease().shape[1]
+        return self.site.weights[self.index].lease().shape[0 if self.site.transposed else 1]
 
     def extra_repr(self) -> str:
         """The dense sizes and the layout."""
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.layout}"
+
+
+def _store(
+    grid: GridLinear,
+    linear: nn.Module,
+    fact: Linear,
+    product: Product,
+    mesh: DeviceMesh,
+    source: Source,
+    transposed: bool,
+) -> tuple[StoredParameter, StoredParameter | None]:
+    """Gives ``grid`` its parameters, cut from ``linear``, and returns how they are stored.
+
+    Gradients of W are partial over m; those of b too, and over the k axes that scatter the rows to which b is added.
+    Units that several ranks share (key/value heads) are held whole by all; each reads the ones it needs, and their
+    gradients are partial over the n axes too.
+    """
+    layout, runtime = product.layout, product.runtime
+    split = runtime.group(layout.n)
+    shared = fact.sharable and split.size > 1 and fact.units % split.size != 0
+    window, over_n = None, tuple[str, ...]()
+    held = layout
+    if shared:
+        first = split.index * fact.units // split.size * fact.unit
+        window, over_n = (first, first + fact.unit), layout.n
+        held = GridLayout(m=layout.m, k=layout.k)
+    groups = fact.groups if split.size > 1 else 1
+    found: list[StoredParameter | None] = []
+    for name, placements, partial in (
+        ("weight", weight_placements(held, mesh, transposed, groups), layout.m + over_n),
+        ("bias", bias_placements(held, mesh, groups), (layout.output_token_axes if layout.k else layout.m) + over_n),
+    ):
+        dense = getattr(linear, name)
+        if dense is None:
+            grid.register_parameter(name, None)
+            found.append(None)
+            continue
+        local = source(linear, name, cut_of(dense.shape, mesh, placements))
+        parameter = make_parameter(local, dense.shape, mesh, placements, dense.requires_grad)
+        grid.register_parameter(name, parameter)
+        found.append(StoredParameter(parameter, runtime, partial, product.name, window))
+    weight, bias = found
+    assert weight is not None
+    return weight, bias

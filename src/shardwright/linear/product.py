@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright._errors import InputError
 from shardwright.comm import AxisGroup, Runtime
@@ -77,14 +78,24 @@ def check_supported(layout: GridLayout, sizes: Mapping[str, int], name: str) -> 
             )
 
 
-def weight_placements(layout: GridLayout, mesh: DeviceMesh) -> list[Placement]:
-    """W[N,K] on every mesh axis: N split by n, K by k, whole elsewhere."""
-    return [Shard(0) if axis in layout.n else Shard(1) if axis in layout.k else Replicate() for axis in names(mesh)]
+def weight_placements(
+    layout: GridLayout, mesh: DeviceMesh, transposed: bool = False, groups: int = 1
+) -> list[Placement]:
+    """W[N,K] on every mesh axis: N split by n, K by k, whole elsewhere.
+
+    transposed: stored as [K,N]. groups: N is that many equal parts, each split on its own (fused q, k, v).
+    """
+    rows, columns = (1, 0) if transposed else (0, 1)
+    split_n: Placement = Shard(rows) if groups == 1 else _StridedShard(rows, split_factor=groups)
+    return [
+        split_n if axis in layout.n else Shard(columns) if axis in layout.k else Replicate() for axis in names(mesh)
+    ]
 
 
-def bias_placements(layout: GridLayout, mesh: DeviceMesh) -> list[Placement]:
+def bias_placements(layout: GridLayout, mesh: DeviceMesh, groups: int = 1) -> list[Placement]:
     """b[N] on every mesh axis: split by n, whole elsewhere."""
-    return [Shard(0) if axis in layout.n else Replicate() for axis in names(mesh)]
+    split_n: Placement = Shard(0) if groups == 1 else _StridedShard(0, split_factor=groups)
+    return [split_n if axis in layout.n else Replicate() for axis in names(mesh)]
 
 
 def activation_placements(

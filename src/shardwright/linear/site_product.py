@@ -22,15 +22,17 @@ class _SiteNode(torch.autograd.Function):
     """The parameters come in only to join the graph: their gradients go to the store, not to the engine."""
 
     @staticmethod
-    def forward(ctx: Any, site: SiteProduct, uses: Any, x: torch.Tensor, *parameters: Any) -> tuple[torch.Tensor, ...]:
-        weights = [stored.lease() for stored in site.weights]
+    def forward(
+        ctx: Any, site: SiteProduct, uses: Any, rows: int, x: torch.Tensor, *parameters: Any
+    ) -> tuple[torch.Tensor, ...]:
+        weights = site.lease_weights()
         biases = [stored.lease() if stored is not None else None for stored in site.inner_biases]
         mode = _MODES[site.product.layout.overlap]
-        ctx.site, ctx.uses, ctx.mode = site, uses, mode
-        wanted = ctx.needs_input_grad[3:]
+        ctx.site, ctx.uses, ctx.mode, ctx.rows = site, uses, mode, rows
+        wanted = ctx.needs_input_grad[4:]
         ctx.deposits = any(wanted)
-        outputs, kept = mode.forward(site.product, x, weights, biases, keep=any(wanted[: len(weights)]))
-        ctx.save_for_backward(kept, *(weights if ctx.needs_input_grad[2] else ()))
+        outputs, kept = mode.forward(site.product, x, rows, weights, biases, keep=any(wanted[: len(weights)]))
+        ctx.save_for_backward(kept, *(weights if ctx.needs_input_grad[3] else ()))
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -40,8 +42,9 @@ class _SiteNode(torch.autograd.Function):
         deposit = ctx.site.depositor(ctx.uses) if ctx.deposits else None
         if not weights:
             weights = [None] * len(grads)
-        dx = ctx.mode.backward(ctx.site.product, grads, kept, weights, ctx.needs_input_grad[2], deposit)
-        return (None, None, dx) + (None,) * (len(ctx.needs_input_grad) - 3)
+        needs_x = ctx.needs_input_grad[3]
+        dx = ctx.mode.backward(ctx.site.product, grads, kept, ctx.rows, weights, needs_x, deposit)
+        return (None, None, None, dx) + (None,) * (len(ctx.needs_input_grad) - 4)
 
 
 class _AddBias(torch.autograd.Function):
@@ -65,21 +68,34 @@ class SiteProduct:
     """The products of one site, shared by its linears.
 
     weights, biases: the stored parameters of each linear, in order. Where k is split, a bias is added once, after the
-    reduction (outer); else inside the product (inner).
+    reduction (outer); else inside the product (inner). transposed: weights stored as [K,N].
     """
 
-    def __init__(self, product: Product, weights: list[StoredParameter], biases: list[StoredParameter | None]):
+    def __init__(
+        self,
+        product: Product,
+        weights: list[StoredParameter],
+        biases: list[StoredParameter | None],
+        transposed: bool = False,
+    ):
         none: list[StoredParameter | None] = [None] * len(biases)
         self.product = product
         self.weights = weights
+        self.transposed = transposed
+        self.tokens: int | None = None  # T of the forward at work, where the model tells it
         self.inner_biases, self.outer_biases = (none, biases) if product.reduce_y.size > 1 else (biases, none)
-        self._key: torch.Tensor | None = None
+        self._key: object = None
         self._ready: dict[int, torch.Tensor] = {}
 
-    def __call__(self, key: torch.Tensor, x: torch.Tensor, index: int) -> torch.Tensor:
-        """Y_index of x [R,K']. ``key`` is the tensor that the caller was given, by which siblings find each other."""
+    def lease_weights(self) -> list[torch.Tensor]:
+        """Every W_i as [N',K']."""
+        leased = [stored.lease() for stored in self.weights]
+        return [weight.t() for weight in leased] if self.transposed else leased
+
+    def __call__(self, key: object, x: torch.Tensor, rows: int, index: int) -> torch.Tensor:
+        """Y_index of x [R,K'], T = ``rows``. ``key`` is what the caller was given: by it siblings find each other."""
         if self._key is not key or index not in self._ready:
-            self._ready = dict(enumerate(self._compute(x)))
+            self._ready = dict(enumerate(self._compute(x, rows)))
             self._key = key
         y = self._ready.pop(index)
         if not self._ready:
@@ -90,12 +106,12 @@ class SiteProduct:
         """Forgets results that no sibling has taken."""
         self._key, self._ready = None, {}
 
-    def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def _compute(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
         inside = self.inner_biases
         uses = [(w.use(), b.use() if b is not None else None) for w, b in zip(self.weights, inside, strict=True)]
         parameters = [stored.parameter for stored in [*self.weights, *inside] if stored is not None]
         product, results = self.product, []
-        for y, bias in zip(_SiteNode.apply(self, uses, x, *parameters), self.outer_biases, strict=True):
+        for y, bias in zip(_SiteNode.apply(self, uses, rows, x, *parameters), self.outer_biases, strict=True):
             y = reduce_output(y, product.runtime, product.reduce_y, product.y_word, product.name)
             if bias is not None:
                 y = _AddBias.apply(y, bias.parameter, bias, bias.use())
@@ -108,7 +124,8 @@ class SiteProduct:
         def deposit(index: int, grad: torch.Tensor, x: torch.Tensor | None) -> None:
             weight, bias = self.weights[index], self.inner_biases[index]
             if weight.parameter.requires_grad and x is not None:
-                weight.deposit(torch.mm(grad.t(), x), uses[index][0])
+                dw = torch.mm(x.t(), grad) if self.transposed else torch.mm(grad.t(), x)
+                weight.deposit(dw, uses[index][0])
             if bias is not None and bias.parameter.requires_grad:
                 bias.deposit(grad.sum(0), uses[index][1])
 

@@ -1,33 +1,65 @@
-"""How a whole tensor is cut into this rank's shard: one slice function for building, initialising and loading."""
+"""How a whole tensor is cut into this rank's shard: one rule for building, initialising and loading."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardwright import trace
+from shardwright.mesh import chunk
+
+Ranges = tuple[tuple[int, int], ...]
+"""Pieces [start, stop) of one dimension, which the shard holds one after the other."""
 
 
-def local_slices(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
-    """The part of a whole tensor of ``shape`` that this rank holds, one slice a dimension, as DTensor cuts it.
+@dataclass(frozen=True)
+class Cut:
+    """The part of a whole tensor of ``shape`` that one rank holds: pieces of every dimension."""
 
-    Axes cut in mesh order; n ranks cut a length L into pieces of ⌈L/n⌉, the last ones shorter or empty.
-    """
+    shape: tuple[int, ...]
+    ranges: tuple[Ranges, ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shard's shape."""
+        return tuple(sum(stop - start for start, stop in pieces) for pieces in self.ranges)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The shard of ``whole``, in storage of its own."""
+        for dim, pieces in enumerate(self.ranges):
+            parts = [whole.narrow(dim, start, stop - start) for start, stop in pieces]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return whole.detach().clone(memory_format=torch.contiguous_format)
+
+
+def cut_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Cut:
+    """What this rank holds of a tensor of ``shape``, as DTensor cuts it: axis after axis in mesh order."""
     place = mesh.get_coordinate()
     assert place is not None, "the rank is not in the mesh"
-    bounds = [(0, length) for length in shape]
+    ranges: list[Ranges] = [((0, length),) for length in shape]
     for size, index, placement in zip(mesh.shape, place, placements, strict=True):
-        if isinstance(placement, Shard):
-            low, high = bounds[placement.dim]
-            piece = -(-(high - low) // size)
-            bounds[placement.dim] = (min(low + index * piece, high), min(low + (index + 1) * piece, high))
-    return tuple(slice(low, high) for low, high in bounds)
+        if not isinstance(placement, (Shard, _StridedShard)):
+            continue
+        (whole,) = ranges[placement.dim]
+        groups = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        width = (whole[1] - whole[0]) // groups
+        pieces = []
+        for group in range(groups):
+            start, stop = chunk(width if groups > 1 else whole[1] - whole[0], size, index)
+            pieces.append((whole[0] + group * width + start, whole[0] + group * width + stop))
+        ranges[placement.dim] = tuple(pieces)
+    return Cut(tuple(shape), tuple(ranges))
 
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
     """This rank's shard of ``whole``, in storage of its own."""
-    return whole.detach()[local_slices(whole.shape, mesh, placements)].clone(memory_format=torch.contiguous_format)
+    return cut_of(whole.shape, mesh, placements).of(whole)
 
 
 def make_parameter(
@@ -38,14 +70,15 @@ def make_parameter(
     requires_grad: bool = True,
 ) -> torch.nn.Parameter:
     """A DTensor parameter of global ``shape`` around this rank's shard; no collective is made."""
-    return torch.nn.Parameter(wrap(local, shape, mesh, placements), requires_grad=requires_grad)
+    trace.note(local, "parameter")
+    with trace.quiet():  # DTensor's shape propagation runs operators of its own, under fake tensors only
+        return torch.nn.Parameter(wrap(local, shape, mesh, placements), requires_grad=requires_grad)
 
 
 def wrap(local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
     """A DTensor of global ``shape`` (row-major) around ``local``."""
-    stride = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        stride[dim] = stride[dim + 1] * shape[dim + 1]
-    size = torch.Size(shape)
-    whole: torch.Tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=tuple(stride))
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    whole: torch.Tensor = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
     return whole

@@ -29,20 +29,31 @@ class StoredParameter:
     """Level ``replicate``: every rank holds its shard for good; gradients are all-reduced over ``partial_axes``.
 
     parameter: a DTensor parameter. partial_axes: the axes over which a fresh gradient is partial. name: for the trace.
+    window: the rows [start, stop) of the local shard that this rank's products read, where not all of them (heads of
+    keys and values that several ranks share); gradients of the others are zero here.
     """
 
-    def __init__(self, parameter: torch.nn.Parameter, runtime: Runtime, partial_axes: tuple[str, ...], name: str):
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        runtime: Runtime,
+        partial_axes: tuple[str, ...],
+        name: str,
+        window: tuple[int, int] | None = None,
+    ):
         self.parameter = parameter
         self.runtime = runtime
         self.partial_axes = partial_axes
         self.name = name
+        self.window = window
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self._fresh: torch.Tensor | None = None
         self._task = -1
 
     def lease(self) -> torch.Tensor:
         """The local tensor that a product reads."""
-        return cast(DTensor, self.parameter)._local_tensor
+        local = cast(DTensor, self.parameter)._local_tensor
+        return local if self.window is None else local[self.window[0] : self.window[1]]
 
     def use(self) -> Use | None:
         """Announces a deposit to come. None where no gradient is wanted, and in a replay inside backward."""
@@ -53,7 +64,11 @@ class StoredParameter:
         return use
 
     def deposit(self, gradient: torch.Tensor, use: Use | None) -> None:
-        """Takes over ``gradient`` (of the local shape, contiguous, owned by nobody else) during backward."""
+        """Takes over ``gradient`` (of the shape leased, contiguous, owned by nobody else) during backward."""
+        if self.window is not None:
+            whole = torch.zeros_like(cast(DTensor, self.parameter)._local_tensor)
+            whole[self.window[0] : self.window[1]] = gradient
+            gradient = whole
         task = torch._C._current_graph_task_id()
         if self._task != task:
             self._fresh = None  # left over from a backward that was aborted

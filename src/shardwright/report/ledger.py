@@ -114,6 +114,16 @@ def alive_rows(trace: Trace) -> list[dict[str, Any]]:
     ]
 
 
+def ledger_rows(trace: Trace) -> list[dict[str, Any]]:
+    """Ledger point × category × module, the blocks of a model added up; the rows of a point sum to its total."""
+    sums: dict[tuple[int, str, str, str], int] = {}
+    for entry in trace.ledger:
+        key = (entry.step, entry.point, entry.category, _BLOCK.sub(".*", entry.module))
+        sums[key] = sums.get(key, 0) + entry.bytes
+    names = ("step", "point", "category", "module")
+    return [{**dict(zip(names, key, strict=True)), "bytes": size} for key, size in sums.items()]
+
+
 def peak_table(trace: Trace) -> Table:
     """The `TOP` largest of what is alive at the peak, and the rest in one row."""
     rows = alive_rows(trace)
@@ -146,5 +156,6 @@ def ledger_json(trace: Trace) -> dict[str, Any]:
             {"step": point.step, "name": point.name, TOTAL: point.total, "categories": dict(point.categories)}
             for point in trace.points
         ],
+        "entries": ledger_rows(trace),
         "alive_at_peak": alive_rows(trace),
     }

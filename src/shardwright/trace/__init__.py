@@ -7,7 +7,7 @@ derives a number again. The runtime speaks to the active recorder through ``coll
 
 from shardwright.trace.events import CATEGORIES, PHASES, Alloc, Collective, Event, Free, Mark, Op, Storage
 from shardwright.trace.recorder import active, collective, note, quiet, record, released, span
-from shardwright.trace.trace import Alive, Peak, Point, Trace
+from shardwright.trace.trace import Alive, Entry, Peak, Point, Trace
 
 __all__ = [
     "CATEGORIES",
@@ -15,6 +15,7 @@ __all__ = [
     "Alive",
     "Alloc",
     "Collective",
+    "Entry",
     "Event",
     "Free",
     "Mark",

@@ -270,7 +270,8 @@ class Recorder(TorchDispatchMode):
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            if not value.is_meta or isinstance(value, FakeTensor):  # a tensor on the meta device owns no bytes
+                yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
 

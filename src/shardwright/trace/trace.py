@@ -31,6 +31,17 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """Bytes alive at one ledger point that one module asked for in one category."""
+
+    step: int
+    point: str
+    category: str
+    module: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Alive:
     """One storage alive at the peak: bytes, category, the module and operator that asked for it."""
 
@@ -123,6 +134,29 @@ class Trace:
             for event, total, categories in self._replay()
             if isinstance(event, Mark)
         )
+
+    @property
+    def ledger(self) -> tuple[Entry, ...]:
+        """Ledger point × category × module, points in order, the largest entries of each first.
+
+        The entries of a point sum to its total. A parameter, gradient or buffer is its own module's, by its name.
+        """
+        living = dict[int, None]()
+        entries: list[Entry] = []
+        for event in self.events:
+            if isinstance(event, Alloc):
+                living[event.storage] = None
+            elif isinstance(event, Free):
+                living.pop(event.storage, None)
+            elif isinstance(event, Mark):
+                sums: dict[tuple[str, str], int] = {}
+                for number in living:
+                    storage = self.storages[number]
+                    key = (storage.category, storage.module)
+                    sums[key] = sums.get(key, 0) + storage.bytes
+                rows = sorted(sums.items(), key=lambda item: (-item[1], item[0]))
+                entries += [Entry(event.step, event.point, *key, size) for key, size in rows]
+        return tuple(entries)
 
     @property
     def alive_at_peak(self) -> tuple[Alive, ...]:

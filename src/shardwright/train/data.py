@@ -1,21 +1,22 @@
-"""Text files → tokens → batches, the same on every rank and for every layout.
+"""Documents → tokens → batches, the same on every rank and for every layout.
 
-A text becomes one long line of tokens, documents in the sorted order of their paths, `END_OF_TEXT` after each. A batch
-is cut from it at starts drawn from a generator seeded by (seed, step, micro-batch): the batch of the whole mesh depends
-on nothing else, and a data rank takes a contiguous slice of its rows.
+Documents become one long line of tokens, in the order given, `END_OF_TEXT` after each. A batch is cut from it at starts
+drawn from a generator seeded by (seed, step, micro-batch): the batch of the whole mesh depends on nothing else, and a
+data rank takes a contiguous slice of its rows.
 """
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from shardwright._errors import InputError
 from shardwright._replacing import replacing
+from shardwright.mesh import chunk
 
 if TYPE_CHECKING:
     import numpy
@@ -67,12 +68,12 @@ def standard_library_text(
 
 
 def train_tokenizer(
-    paths: Iterable[Path | str], vocab_size: int, out_path: Path | str, max_bytes: int | None = None
+    documents: Iterable[str], vocab_size: int, out_path: Path | str, max_bytes: int | None = None
 ) -> None:
     """Trains a byte-level BPE tokenizer of exactly ``vocab_size`` tokens and writes it to ``out_path``.
 
-    paths: text files, read in sorted order, so that the result does not depend on the order given.
-    max_bytes: how much text to learn from, the last file cut short; None: all of it.
+    documents: the text to learn from, taken one at a time.
+    max_bytes: how much of it, as UTF-8, the last document cut short; None: all of it.
     Raises InputError if ``vocab_size`` is below the 256 bytes and `END_OF_TEXT`, or the text too small for it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -88,7 +89,7 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_documents(paths, max_bytes), trainer)
+    tokenizer.train_from_iterator(_first_bytes(documents, max_bytes), trainer)
     size = tokenizer.get_vocab_size()
     if size != vocab_size:
         raise InputError(f"text: found enough for {size} tokens; allowed: at least the {vocab_size} of the vocabulary")
@@ -109,17 +110,29 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     return tokenizer
 
 
-def encode_files(paths: Iterable[Path | str], tokenizer: Tokenizer, out_path: Path | str) -> None:
-    """Writes the tokens of the files, in sorted order, `END_OF_TEXT` after each, as one uint32 array (.npy)."""
+def encode_documents(documents: Iterable[str], tokenizer: Tokenizer, out_path: Path | str) -> None:
+    """Writes the tokens of the documents, `END_OF_TEXT` after each, as one uint32 array (.npy), whole or not at all.
+
+    One document and its tokens are in memory at a time.
+    """
     import numpy
+    from numpy.lib import format as npy
 
     end = tokenizer.token_to_id(END_OF_TEXT)
-    parts = [
-        numpy.asarray([*tokenizer.encode(text, add_special_tokens=False).ids, end], dtype=numpy.uint32)
-        for text in _documents(paths)
-    ]
+
+    def write_header(file: BinaryIO, count: int) -> None:
+        header = {"descr": npy.dtype_to_descr(numpy.dtype(numpy.uint32)), "fortran_order": False, "shape": (count,)}
+        npy.write_array_header_1_0(file, header)  # leaves room for the count to grow
+
     with replacing(out_path) as temporary, open(temporary, "wb") as file:
-        numpy.save(file, numpy.concatenate(parts) if parts else numpy.empty(0, numpy.uint32))
+        write_header(file, 0)
+        count = 0
+        for document in documents:
+            tokens = numpy.asarray([*tokenizer.encode(document, add_special_tokens=False).ids, end], numpy.uint32)
+            file.write(tokens.tobytes())
+            count += len(tokens)
+        file.seek(0)
+        write_header(file, count)
 
 
 @dataclass(frozen=True)
@@ -134,50 +147,52 @@ class TokenStream:
 
     @classmethod
     def load(cls, path: Path | str, seed: int) -> TokenStream:
-        """The stream over what `encode_files` wrote, read through a memory map."""
+        """The stream over what `encode_documents` wrote, read through a memory map."""
         import numpy
 
         return cls(numpy.load(path, mmap_mode="r"), seed)
 
+    def check_length(self, sequence: int, key: str = "data") -> None:
+        """Raises InputError, for the field ``key``, unless a window of ``sequence`` tokens and one more can be cut."""
+        if len(self.tokens) <= sequence:
+            raise InputError(f"{key}: found {len(self.tokens)} tokens; allowed: more than the sequence of {sequence}")
+
     def batch_at(
         self, step: int, micro: int, *, batch: int, sequence: int, data_index: int = 0, data_size: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input_ids, labels) of one micro-batch for one data rank, int64 [batch / data_size, sequence] each.
+        """(input_ids, labels) of one micro-batch for one data rank, int64 [rows, sequence] each.
 
-        batch: sequences of the micro-batch over the whole mesh. labels[b, s] is the token that follows input_ids[b, s]
+        batch: sequences of the micro-batch over the whole mesh; a rank gets ⌈batch / data_size⌉ of them, the last
+        ranks fewer where that does not divide. labels[b, s] is the token that follows input_ids[b, s]
         (already shifted; -100 would mark a target to ignore, and none is). Each tensor owns exactly its bytes.
         """
         import numpy
         import torch
 
-        if batch % data_size:
-            raise InputError(f"batch: found {batch}; allowed: a multiple of the {data_size} data ranks")
-        starts_allowed = len(self.tokens) - sequence
-        if starts_allowed < 1:
-            raise InputError(f"text: found {len(self.tokens)} tokens; allowed: more than the sequence of {sequence}")
-        starts = numpy.random.default_rng((self.seed, step, micro)).integers(0, starts_allowed, size=batch)
-        rows = batch // data_size
-        mine = starts[data_index * rows : (data_index + 1) * rows]
-        windows = numpy.stack([self.tokens[start : start + sequence + 1] for start in mine]).astype(numpy.int64)
+        first, end = chunk(batch, data_size, data_index)
+        if chunk(batch, data_size, data_size - 1)[0] == batch:  # the last rank's piece is empty
+            raise InputError(
+                f"batch: found {batch}; allowed: enough sequences for every one of {data_size} data ranks, "
+                f"cut into pieces of {-(-batch // data_size)}"
+            )
+        self.check_length(sequence)
+        starts = numpy.random.default_rng((self.seed, step, micro)).integers(0, len(self.tokens) - sequence, size=batch)
+        windows = numpy.stack([self.tokens[start : start + sequence + 1] for start in starts[first:end]]).astype(
+            numpy.int64
+        )
         inputs, labels = windows[:, :-1].copy(), windows[:, 1:].copy()
         return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 
-def _documents(paths: Iterable[Path | str], max_bytes: int | None = None) -> Iterator[str]:
-    """The texts of the files in sorted order, ``max_bytes`` at most in all; what is not UTF-8 is replaced."""
+def _first_bytes(documents: Iterable[str], max_bytes: int | None) -> Iterator[str]:
+    """The documents up to ``max_bytes`` of UTF-8 in all; what the cut leaves of a character is replaced."""
+    if max_bytes is None:
+        yield from documents
+        return
     left = max_bytes
-    for path in _sorted(paths):
-        if left is not None and left <= 0:
+    for document in documents:
+        if left <= 0:
             return
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise InputError(f"text: found {path} ({error.strerror}); allowed: files that can be read") from error
-        if left is not None:
-            data = data[:left]
-            left -= len(data)
+        data = document.encode()[:left]
+        left -= len(data)
         yield data.decode("utf-8", errors="replace")
-
-
-def _sorted(paths: Iterable[Path | str]) -> Sequence[Path]:
-    return [Path(path) for path in sorted({Path(path).as_posix() for path in paths})]

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,13 +21,16 @@ from typing import TYPE_CHECKING
 from shardwright import mesh as mesh_math
 from shardwright._errors import InputError
 from shardwright._plan import Plan
-from shardwright.train.data import TokenStream, encode_files, load_tokenizer
-from shardwright.train.metrics import MetricsWriter
+from shardwright.train.data import TokenStream, encode_documents, load_tokenizer
+from shardwright.train.metrics import MetricsWriter, Writer, step_metrics
 from shardwright.train.progress import StepProgress
 from shardwright.train.run_file import Run
+from shardwright.train.sources import documents
+from shardwright.train.tensorboard import TensorBoardWriter
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
 
@@ -36,8 +40,18 @@ RECORDED_STEPS = 2
 REFUSAL_SECONDS = 30.0
 """How long a rank that refuses its input waits for the others to refuse it too."""
 
-METRICS, TOKENS = "metrics.jsonl", "tokens.npy"
-"""Files of a run's output directory; `trace_name` tells the third."""
+POLL_SECONDS = 0.02
+"""How often a rank that waits for the others asks the store."""
+
+METRICS, EVENTS = "metrics.jsonl", "tensorboard"
+TOKENS, EVALUATION_TOKENS = "tokens.npy", "evaluation-tokens.npy"
+"""What a run's output directory holds; `trace_name` tells the rest."""
+
+WRITERS: dict[str, Callable[[Path], Writer]] = {
+    "jsonl": lambda output: MetricsWriter(output / METRICS),
+    "tensorboard": lambda output: TensorBoardWriter(output / EVENTS),
+}
+"""Writers of metrics, of an output directory, by the name that run files use."""
 
 MicroBatches = list[tuple["torch.Tensor", "torch.Tensor"]]
 
@@ -101,12 +115,45 @@ def _refuse(error: InputError, place: Place, store: Store) -> None:
     deadline = time.monotonic() + REFUSAL_SECONDS
     refused = store.add("shardwright/refused", 1)
     while refused < place.world and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(POLL_SECONDS)
         refused = store.add("shardwright/refused", 0)
     sys.exit(2)
 
 
+def _on_each_machine(work: Callable[[], None], place: Place, store: Store) -> None:
+    """Does ``work`` on one rank of each machine while all others wait, however long; what one refuses all refuse."""
+    if place.local == 0:
+        try:
+            work()
+        except InputError as error:
+            store.set("shardwright/fault", str(error))
+    done = store.add("shardwright/prepared", 1)
+    while done < place.world:
+        time.sleep(POLL_SECONDS)
+        done = store.add("shardwright/prepared", 0)
+    if store.check(["shardwright/fault"]):
+        raise InputError(store.get("shardwright/fault").decode())
+
+
+def _write_tokens(run: Run, tokenizer: Tokenizer) -> None:
+    """Makes the output directory and writes the tokens of the run's documents into it."""
+    output = run.output_dir
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output: found {output} ({error.strerror}); allowed: a directory that can be made") from None
+    for source, name in ((run.data, TOKENS), (run.evaluation, EVALUATION_TOKENS)):
+        if source is not None:
+            found = documents(source.kind, run.source_paths(source), source.field)
+            encode_documents(found, tokenizer, output / name)
+
+
 def _train(run_path: Path, place: Place, store: Store) -> None:
+    run = Run.load(run_path)
+    plan = Plan.load(run.plan_path)
+    plan.check_world_size(place.world)
+    index, size = data_place(plan, place.rank)
+
     import torch
     import torch.distributed
     from torch.distributed.device_mesh import init_device_mesh
@@ -115,12 +162,6 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
     from shardwright._parallelize import parallelize
     from shardwright.step import TrainStep, record_steps
 
-    run = Run.load(run_path)
-    plan = Plan.load(run.plan_path)
-    plan.check_world_size(place.world)
-    index, size = data_place(plan, place.rank)
-    if plan.batch % size:
-        raise InputError(f"batch: found {plan.batch}; allowed: a multiple of the {size} data ranks")
     if plan.backend == "nccl" and torch.cuda.device_count() <= place.local:
         raise InputError(
             f"backend: found nccl with {torch.cuda.device_count()} GPUs; allowed: one for each rank, or gloo"
@@ -131,10 +172,12 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
         raise InputError(
             f"tokenizer: found {tokenizer.get_vocab_size()} tokens; allowed: at most the model's {config.vocab_size}"
         )
+    _on_each_machine(lambda: _write_tokens(run, tokenizer), place, store)
     output = run.output_dir
-    output.mkdir(parents=True, exist_ok=True)
-    if place.local == 0:
-        encode_files(run.text_paths, tokenizer, output / TOKENS)
+    stream = TokenStream.load(output / TOKENS, plan.seed)
+    stream.check_length(plan.sequence, "data")
+    held_out = TokenStream.load(output / EVALUATION_TOKENS, plan.seed) if run.evaluation is not None else stream
+    held_out.check_length(plan.sequence, "evaluation")
 
     if plan.backend == "nccl":
         device = torch.device("cuda", place.local)
@@ -143,42 +186,54 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
         device = torch.device("cpu")
         torch.set_num_threads(1)
     torch.distributed.init_process_group(plan.backend, store=store, rank=place.rank, world_size=place.world)
-    torch.distributed.barrier()  # the tokens are on disk
     mesh: DeviceMesh = init_device_mesh(device.type, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
     model = parallelize(models.build_meta(config, plan.dtype), mesh, plan)
     step = TrainStep(model, mesh, plan, learning_rate=run.learning_rate, weight_decay=run.weight_decay, betas=run.betas)
-    stream = TokenStream.load(output / TOKENS, plan.seed)
 
-    def batches(number: int) -> MicroBatches:
+    def batches(source: TokenStream, number: int, count: int) -> MicroBatches:
         drawn = (
-            stream.batch_at(number, micro, batch=plan.batch, sequence=plan.sequence, data_index=index, data_size=size)
-            for micro in range(plan.accumulation)
+            source.batch_at(number, micro, batch=plan.batch, sequence=plan.sequence, data_index=index, data_size=size)
+            for micro in range(count)
         )
         return [(inputs.to(device), labels.to(device)) for inputs, labels in drawn]
 
+    def evaluated(number: int) -> float | None:
+        """The loss on held-out data after step ``number``, where it is due: on the same batches every time."""
+        if run.evaluation is None or number % run.evaluation.every:
+            return None
+        return step.evaluate(batches(held_out, 0, run.evaluation.batches)).item()
+
     tokens = plan.batch * plan.sequence * plan.accumulation
     with ExitStack() as shown:
-        writer = shown.enter_context(MetricsWriter(output / METRICS)) if place.rank == 0 else None
-        progress = shown.enter_context(StepProgress(run.steps)) if place.rank == 0 else None
+        first = place.rank == 0
+        writers = [shown.enter_context(WRITERS[kind](output)) for kind in run.metrics] if first else []
+        progress = shown.enter_context(StepProgress(run.steps)) if first else None
 
-        def tell(number: int, loss: float, seconds: float, peak: int | None) -> None:
-            if writer is not None and progress is not None:
-                rate = tokens / seconds
-                writer.write(step=number, loss=loss, tokens_per_second=rate, seconds=seconds, peak_bytes=peak)
+        def tell(number: int, loss: float, seconds: float, peak: int | None, held_out_loss: float | None) -> None:
+            rate = tokens / seconds
+            values = step_metrics(
+                loss=loss, tokens_per_second=rate, seconds=seconds, peak_bytes=peak, evaluation_loss=held_out_loss
+            )
+            for writer in writers:
+                writer.write(number, values)
+            if progress is not None:
                 progress.show(number, loss, rate)
 
         recorded = min(RECORDED_STEPS, run.steps) if run.record else 0
         if recorded:
             began = time.perf_counter()
-            losses, trace = record_steps(step, [batches(number) for number in range(1, recorded + 1)])
+            chosen = [batches(stream, number, plan.accumulation) for number in range(1, recorded + 1)]
+            losses, trace = record_steps(step, chosen)
             seconds = (time.perf_counter() - began) / recorded  # the mean: nothing is read between recorded steps
             trace.save(output / trace_name(place.rank))
             for number, loss in enumerate(losses, start=1):
-                tell(number, loss.item(), seconds, trace.peak_bytes)
+                held = evaluated(number) if number == recorded else None
+                tell(number, loss.item(), seconds, trace.peak_bytes, held)
         for number in range(recorded + 1, run.steps + 1):
             began = time.perf_counter()
-            mean = step(batches(number)).item()
-            tell(number, mean, time.perf_counter() - began, _device_peak(device))
+            mean = step(batches(stream, number, plan.accumulation)).item()
+            seconds = time.perf_counter() - began
+            tell(number, mean, seconds, _device_peak(device), evaluated(number))
     torch.distributed.barrier()
 
 

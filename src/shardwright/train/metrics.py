@@ -1,13 +1,49 @@
-"""Metrics of a run as JSON lines: one object a line, flushed as it is written."""
+"""Metrics of a run: their names, what writes them, and the writer of JSON lines (one object a line, flushed)."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, Self
 
 GIB = 2**30
+
+
+class Writer(Protocol):
+    """What every writer of metrics can do; a context manager that closes it."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes name → value for step ``step`` (from 1), to be read at once."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def step_metrics(
+    *,
+    loss: float,
+    tokens_per_second: float,
+    seconds: float,
+    peak_bytes: int | None = None,
+    evaluation_loss: float | None = None,
+) -> dict[str, float]:
+    """The metrics of one step by the names that every writer uses; those that are None are left out.
+
+    loss: mean over the targets of the step. tokens_per_second: over the whole mesh. seconds: of the step.
+    peak_bytes: most bytes alive in it, written in GiB (2^30 bytes). evaluation_loss: mean over held-out targets.
+    """
+    values = {"loss": loss, "tokens_per_second": round(tokens_per_second, 3), "seconds": round(seconds, 6)}
+    if peak_bytes is not None:
+        values["memory/peak(GiB)"] = peak_bytes / GIB
+    if evaluation_loss is not None:
+        values["evaluation/loss"] = evaluation_loss
+    return values
 
 
 class MetricsWriter:
@@ -16,33 +52,20 @@ class MetricsWriter:
     def __init__(self, path: Path | str) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
 
-    def write(
-        self, *, step: int, loss: float, tokens_per_second: float, seconds: float, peak_bytes: int | None = None
-    ) -> None:
-        """One line: step (from 1), mean loss, tokens over the whole mesh, seconds of the step, its peak where known."""
-        line: dict[str, Any] = {
-            "step": step,
-            "loss": loss,
-            "tokens_per_second": round(tokens_per_second, 3),
-            "seconds": round(seconds, 6),
-        }
-        if peak_bytes is not None:
-            line["memory/peak(GiB)"] = peak_bytes / GIB
-        self._file.write(json.dumps(line) + "\n")
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One line: the step (from 1), then the values."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> MetricsWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._file.close()
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:

@@ -1,18 +1,23 @@
-"""The run file: which plan trains on which text, for how long, and where the results go."""
+"""The run file: which plan trains on which documents, for how long, and where the results go."""
 
 from __future__ import annotations
 
 import glob
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from shardwright._files import STRICT, FieldError, Version1, read_yaml
+from shardwright.train.extras import PACKAGES, check_extra
 
 Text = Annotated[str, Field(min_length=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Metrics = Literal["jsonl", "tensorboard"]
+
+FILES = {"text": "text files", "jsonl": "JSON-lines files", "parquet": "parquet files"}
+"""Kinds of files that hold documents, and what their list is called."""
 
 
 def _must_be_file(path: str, info: ValidationInfo, what: str) -> None:
@@ -30,33 +35,87 @@ def _matches(directory: Path, pattern: str) -> list[Path]:
     return [Path(os.path.abspath(path)) for path in sorted(found) if os.path.isfile(path)]
 
 
-class Data(BaseModel):
-    """What the model reads."""
-
-    model_config = STRICT
-
-    text: list[Text] = Field(
-        min_length=1, description="text files, as paths or globs (** crosses directories) relative to the run file"
+def _files(kind: str) -> Any:
+    """A field for the files of one kind; whoever gives none of them leaves the list empty."""
+    return Field(
+        default_factory=list,
+        min_length=1,
+        description=f"{FILES[kind]}, as paths or globs (** crosses directories) relative to the run file; "
+        f"exactly one of {', '.join(FILES)} is given",
     )
-    tokenizer: Text = Field(description="path of a tokenizer.json of the tokenizers library, relative to the run file")
 
-    @field_validator("text")
+
+class Source(BaseModel):
+    """Files of one kind, and where a document is in them. Files are read in the sorted order of their paths."""
+
+    model_config = STRICT | ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": [kind]} for kind in FILES],
+            "not": {"required": ["text", "field"]},
+        }
+    )
+
+    text: list[Text] = _files("text")
+    jsonl: list[Text] = _files("jsonl")
+    parquet: list[Text] = _files("parquet")
+    field: Text = Field(default="text", description="JSON key, or parquet column, that holds a document")
+
+    @field_validator(*FILES)
     @classmethod
-    def _text_exists(cls, text: list[str], info: ValidationInfo) -> list[str]:
+    def _files_exist(cls, patterns: list[str], info: ValidationInfo) -> list[str]:
         if info.context:
-            directory = info.context["directory"]
-            for index, pattern in enumerate(text):
+            directory, kind = info.context["directory"], str(info.field_name)
+            for index, pattern in enumerate(patterns):
                 if not _matches(directory, pattern):
                     raise FieldError(
-                        (index,), f"{pattern!r}, which matches no file in {directory}", "a path or glob of text files"
+                        (index,),
+                        f"{pattern!r}, which matches no file in {directory}",
+                        f"a path or glob of {FILES[kind]}",
                     )
-        return text
+            if kind in PACKAGES:
+                check_extra(kind)
+        return patterns
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        given = [kind for kind in FILES if kind in self.model_fields_set]
+        if len(given) != 1:
+            raise FieldError((), " and ".join(given) or "none of them", f"exactly one of {', '.join(FILES)}")
+        if given == ["text"] and "field" in self.model_fields_set:
+            raise FieldError(("field",), f"{self.field!r} beside text", "a field beside jsonl or parquet")
+        return self
+
+    @property
+    def kind(self) -> str:
+        """The kind of the files, a name of `shardwright.train.sources.KINDS`."""
+        return next(kind for kind in FILES if kind in self.model_fields_set)
+
+    @property
+    def patterns(self) -> list[str]:
+        """The paths and globs of the files."""
+        patterns: list[str] = getattr(self, self.kind)
+        return patterns
+
+
+class Data(Source):
+    """What the model reads."""
+
+    tokenizer: Text = Field(description="path of a tokenizer.json of the tokenizers library, relative to the run file")
 
     @field_validator("tokenizer")
     @classmethod
     def _tokenizer_exists(cls, tokenizer: str, info: ValidationInfo) -> str:
         _must_be_file(tokenizer, info, "the path of a tokenizer.json, relative to the run file")
         return tokenizer
+
+
+class Evaluation(Source):
+    """Held-out documents, the same batches of which are evaluated every time."""
+
+    every: int = Field(
+        ge=1, description="optimizer steps from one evaluation to the next; a recording (steps 1 and 2) has none inside"
+    )
+    batches: int = Field(default=8, ge=1, description="batches of an evaluation, each of the plan's sequences")
 
 
 class Run(BaseModel):
@@ -71,11 +130,18 @@ class Run(BaseModel):
     learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's step size, without a unit")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay, without a unit")
     betas: tuple[Beta, Beta] = Field(
-        default=(0.9, 0.95), strict=False, description="AdamW's decay rates of the first and second moment"
+        default=(0.9, 0.95),
+        strict=False,
+        description="AdamW's decay rates of the first and second moment, without a unit",
     )
     output: Text = Field(description="directory that the run writes into, relative to the run file")
+    metrics: list[Metrics] = Field(
+        default=["jsonl"],
+        description="what metrics are written as: jsonl appends to metrics.jsonl, tensorboard adds an event file",
+    )
     record: bool = Field(default=False, description="record steps 1 and 2 and save one trace for each rank")
     cluster: Text | None = Field(default=None, description="path of a cluster file, relative to the run file")
+    evaluation: Evaluation | None = Field(default=None, description="held-out documents; null: none are evaluated")
 
     _directory: Path = PrivateAttr(default_factory=Path.cwd)
 
@@ -93,6 +159,26 @@ class Run(BaseModel):
             raise FieldError((), f"{path!r}, which is a file", "a directory, which may not exist yet")
         return path
 
+    @field_validator("metrics")
+    @classmethod
+    def _metrics_available(cls, metrics: list[str], info: ValidationInfo) -> list[str]:
+        for index, word in enumerate(metrics):
+            if word in metrics[:index]:
+                raise FieldError((index,), f"{word!r} a second time", "each word once")
+            if info.context and word in PACKAGES:
+                check_extra(word, (index,))
+        return metrics
+
+    @model_validator(mode="after")
+    def _evaluated_at_all(self) -> Run:
+        if self.evaluation is not None and self.evaluation.every > self.steps:
+            raise FieldError(
+                ("evaluation", "every"),
+                f"{self.evaluation.every}, which none of the {self.steps} steps reaches",
+                f"a whole number of at most {self.steps}",
+            )
+        return self
+
     @model_validator(mode="after")
     def _keep_directory(self, info: ValidationInfo) -> Run:
         if info.context:
@@ -101,7 +187,7 @@ class Run(BaseModel):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Run:
-        """The run in a file; raises InputError, one line. Plan, tokenizer, cluster and text files must exist."""
+        """The run in a file; raises InputError, one line. The files that it names must exist."""
         return read_yaml(path, cls)
 
     def _absolute(self, path: str) -> Path:
@@ -112,10 +198,9 @@ class Run(BaseModel):
         """The plan file, absolute."""
         return self._absolute(self.plan)
 
-    @property
-    def text_paths(self) -> tuple[Path, ...]:
-        """Every text file, absolute, once, in the order of the entries and sorted by name within each."""
-        found = (path for pattern in self.data.text for path in _matches(self._directory, pattern))
+    def source_paths(self, source: Source) -> tuple[Path, ...]:
+        """Every file of a source of this run, absolute, once, in the order of the entries, sorted by name in each."""
+        found = (path for pattern in source.patterns for path in _matches(self._directory, pattern))
         return tuple(dict.fromkeys(found))
 
     @property

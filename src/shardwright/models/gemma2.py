@@ -1,0 +1,29 @@
+"""Gemma 2: norms before and after attention and MLP, soft-capped scores and logits, scaled and tied embeddings.
+
+The soft cap of the logits is elementwise, so Hugging Face's code does it on this rank's part of the vocabulary.
+"""
+
+from typing import Any
+
+from shardwright.models import decoder
+from shardwright.models.family import Family, refuse
+
+
+def check(config: Any) -> None:
+    """Attention must be causal."""
+    if getattr(config, "use_bidirectional_attention", None):
+        refuse(config, "use_bidirectional_attention", False)
+
+
+FAMILY = Family(
+    model_type="gemma2",
+    sites=decoder.sites,
+    block_norms=(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    norm_from_one=True,
+    check=check,
+)

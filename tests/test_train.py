@@ -1,0 +1,122 @@
+"""The training command on real ranks: documents of every kind in, metrics out, and bad documents in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+import tiny
+from shardwright._files import write_yaml
+from shardwright.train.data import standard_library_text, train_tokenizer
+from shardwright.train.launch import command
+from shardwright.train.loop import EVALUATION_TOKENS, EVENTS, METRICS, TOKENS
+from shardwright.train.metrics import read_metrics
+from shardwright.train.sources import documents
+from test_cli import refused
+from test_metrics import scalars
+
+VOCAB, STEPS = 320, 25
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return list(documents("text", standard_library_text(max_bytes=60_000, package="encodings")))
+
+
+def prepare(place: Path, texts: Sequence[str], ranks: int, changes: Mapping[str, Any] | None = None) -> Path:
+    """A run file and everything that it names: the texts as JSON lines, and held out what is not in any of them."""
+    plan = tiny.plan_of({"data": ranks, "tensor": 1}, "replicate", tiny.config_path(vocab_size=VOCAB), batch=4)
+    plan.save(place / "plan.yaml")
+    train_tokenizer(texts, VOCAB, place / "tokenizer.json")
+    (place / "train.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    held_out = ["".join(random.Random(n).choices("\x00\x01", k=500)) for n in range(3)]
+    parquet.write_table(pyarrow.table({"text": held_out}), place / "held.parquet", row_group_size=2)
+    run = {
+        "version": 1,
+        "plan": "plan.yaml",
+        "data": {"jsonl": ["*.jsonl"], "field": "body", "tokenizer": "tokenizer.json"},
+        "steps": STEPS,
+        "learning_rate": 3e-3,
+        "output": "out",
+        "metrics": ["jsonl", "tensorboard"],
+        "evaluation": {"parquet": ["held.parquet"], "every": 10, "batches": 3},
+    }
+    write_yaml(place / "run.yaml", {**run, **(changes or {})}, "a run")
+    return place / "run.yaml"
+
+
+def launch(run: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(run, ranks), capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+def test_documents_in_metrics_out_the_same_on_one_rank_and_two(texts: list[str], tmp_path: Path) -> None:
+    curves = []
+    for ranks in (1, 2):
+        place = tmp_path / str(ranks)
+        place.mkdir()
+        done = launch(prepare(place, texts, ranks, {"record": ranks == 2}), ranks)
+        assert done.returncode == 0, done.stderr
+        lines = read_metrics(place / "out" / METRICS)
+        assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+        assert [line["step"] for line in lines if "evaluation/loss" in line] == [10, 20]
+        found = scalars(place / "out" / EVENTS)
+        for name in {name for line in lines for name in line} - {"step"}:
+            expected = [(line["step"], line[name]) for line in lines if name in line]
+            assert [step for step, _ in found[name]] == [step for step, _ in expected]
+            assert [value for _, value in found[name]] == pytest.approx([v for _, v in expected], rel=1e-6)
+        assert set(found) == {name for line in lines for name in line} - {"step"}
+        assert ("memory/peak(GiB)" in found) == (ranks == 2)  # recorded
+        curves.append([[line["loss"] for line in lines], [lines[9]["evaluation/loss"], lines[19]["evaluation/loss"]]])
+    for one, two in zip(*curves, strict=True):
+        assert one == pytest.approx(two, rel=1e-5)
+    losses, held_out = curves[0]
+    assert losses[-1] < losses[0] and held_out[-1] > held_out[0]  # what is learnt tells against what is held out
+
+
+def test_a_bad_document_ends_every_rank_at_once_and_leaves_what_was_there(texts: list[str], tmp_path: Path) -> None:
+    run = prepare(tmp_path, texts, 2)
+    (tmp_path / "z.jsonl").write_text('{"body": "a"}\n{"body": 3}\n')
+    (tmp_path / "out").mkdir()
+    for name in (TOKENS, EVALUATION_TOKENS, METRICS):
+        (tmp_path / "out" / name).write_text("of an earlier run")
+    began = time.monotonic()
+    done = launch(run, 2)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert lines == [f"error: {tmp_path / 'z.jsonl'}: body (line 2): found 3; allowed: text"]
+    assert done.stderr.count("exitcode  : 2 ") == 2
+    assert time.monotonic() - began < 25  # no rank waits for another that will never come
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == dict.fromkeys(
+        (TOKENS, EVALUATION_TOKENS, METRICS), "of an earlier run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"output": "plan.yaml/out"}, "output: found "),
+        ({"data": {"text": ["short.txt"], "tokenizer": "tokenizer.json"}}, "data: found 3 tokens; allowed: more than"),
+        ({"evaluation": {"text": ["short.txt"], "every": 1}}, "evaluation: found 3 tokens; allowed: more than the"),
+        (
+            {"evaluation": {"parquet": ["held.parquet"], "field": "body", "every": 1}},
+            "held.parquet: found no column 'body'; allowed: as data field one of text",
+        ),
+    ],
+)
+def test_what_only_shows_while_reading_is_refused_before_training(
+    changes: dict[str, Any], line: str, texts: list[str], tmp_path: Path, one_rank: None
+) -> None:
+    (tmp_path / "short.txt").write_text("ab")
+    assert line in refused("train", prepare(tmp_path, texts, 1, changes))
+    assert not (tmp_path / "out" / METRICS).exists()
