@@ -93,7 +93,7 @@ evaluation:
 """
 
 WORDS_X = "sharded, sharded-features, replicated"
-LAYOUT_KEYS = "m, n, k, x, w, y, save_x, save_w, overlap"
+LAYOUT_KEYS = "m, n, k, x, w, y, save_x, save_w, overlap, chunks, reduce_dtype"
 PRESETS = ", ".join(presets)
 COUNT = "a whole number of at least 1"
 QKV = "layouts.model.layers.*.qkv"
@@ -161,6 +161,8 @@ PLANS: list[Case] = [
     ("{data: sharded}", "{data: 1}", f"{QKV}.w.data", 16, "1", "sharded, replicated"),
     ("overlap: blocking", "overlap: rings", f"{QKV}.overlap", 17, "'rings'", "blocking, async, ring"),
     ("overlap: blocking", "save_x: all", f"{QKV}.save_x", 17, "'all'", "shard, gathered, source"),
+    ("overlap: blocking", "chunks: -1", f"{QKV}.chunks", 17, "-1", "a whole number of at least 0"),
+    ("overlap: blocking", "reduce_dtype: bf16", f"{QKV}.reduce_dtype", 17, "'bf16'", "same, float32"),
     ("'*': sequence-parallel", "'*': sequence", "layouts.*", 18, "'sequence'", PRESETS),
     (
         "'*': sequence-parallel",
@@ -172,7 +174,7 @@ PLANS: list[Case] = [
     ),
     ("'*': replicate", "'*': zero3", "params.*", 19, "'zero3', which is not available yet", "replicate"),
     ("seed: 0", "seed: 0\nfallback: yes", "fallback", 12, "'yes'", "true or false"),
-    ("recompute: {}", "recompute: {'*': full}", "recompute.*", 20, "'full', which is not available yet", "none"),
+    ("recompute: {}", "recompute: {'*': full}", "recompute.*", 20, "'full', which is not available yet", "none, block"),
     ("[4096, 1024]", "[1024, 4096]", "arena.float32[1]", 22, "4096 after 1024", "slot sizes in bytes, largest first"),
     ("[4096, 1024]", "[4096, 1KiB]", "arena.float32[1]", 22, "'1KiB'", COUNT),
     ("[4096, 1024]", "4096", "arena.float32", 22, "4096", f"a list, each item {COUNT}"),
@@ -568,6 +570,8 @@ def layouts(draw: st.DrawFn) -> GridLayout:
         save_x=draw(st.sampled_from(["shard", "gathered", "source"])),
         save_w=draw(st.sampled_from(["shard", "gathered"])),
         overlap=draw(st.sampled_from(["blocking", "async", "ring"])),
+        chunks=draw(st.integers(0, 4)),
+        reduce_dtype=draw(st.sampled_from(["same", "float32"])),
     )
 
 

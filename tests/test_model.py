@@ -30,7 +30,13 @@ MESHES = [
             {"data": 1, "tensor": 4},
             {"data": 2, "tensor": 2},
         )
-        for layout in ("tensor-all-reduce", "sequence-parallel", "sequence-parallel-keep")
+        for layout in (
+            "tensor-all-reduce",
+            "sequence-parallel",
+            "sequence-parallel-keep",
+            "sequence-parallel-async",
+            "sequence-parallel-ring",
+        )
     ),
 ]
 NAMED = [pytest.param(axes, layout, id=f"{axes['data']}x{axes['tensor']}-{layout}") for axes, layout in MESHES]
@@ -133,6 +139,25 @@ def assert_same(rehearsed, real):
     assert rehearsed.peak_bytes == real.peak_bytes
     assert rehearsed.peaks == real.peaks
     assert rehearsed.saved == real.saved
+
+
+@functools.cache
+def recomputed_curve():
+    return single_rank_curve()[:4]
+
+
+@pytest.mark.parametrize(
+    "layout", ["sequence-parallel", "sequence-parallel-keep", "sequence-parallel-async", "sequence-parallel-ring"]
+)
+def test_recomputed_blocks_train_alike_hold_less_and_are_rehearsed(layout):
+    plan = tiny.plan_of({"data": 2, "tensor": 2}, layout)
+    whole = rehearse(tiny.config_path(), plan)
+    for recompute in ({"*": "block"}, {"model.layers.1": "block"}):
+        again = plan.evolve(recompute=recompute)
+        for rank, (losses, real) in enumerate(on_ranks(4, tiny.train, again, 4, 2)):
+            assert max(abs(a - b) / b for a, b in zip(losses, recomputed_curve(), strict=True)) <= 1e-5
+            assert_same(rehearse(tiny.config_path(), again, rank=rank), real)
+            assert real.saved_bytes < whole.saved_bytes
 
 
 @pytest.mark.parametrize("layout", ["replicate", "sequence-parallel"])

@@ -6,6 +6,7 @@ The residual stream between sites is [1, T_local, h]. Model code that reads the 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
+from torch.utils.checkpoint import checkpoint
 
 from shardwright import trace
 from shardwright._errors import InputError
@@ -123,7 +125,7 @@ class _Conversion:
         plan: Plan,
     ):
         self.model, self.mesh, self.runtime, self.family = model, mesh, runtime, family
-        self.layouts, self.source, self.seed = layouts, source, plan.seed
+        self.layouts, self.source, self.seed, self.plan = layouts, source, plan.seed, plan
         self.layout_of = {site.name: layout for site, layout in layouts.items()}
         self.sites: dict[str, SiteProduct] = {}
         self.shape = TokenShape()
@@ -252,6 +254,10 @@ class _Conversion:
             module.score_dropout = _ScoreDropout(probability, key_of(self.seed, f"{name}.{family.attention}"), share)
         if first:
             block.register_forward_pre_hook(_take_tokens)
+        if self.plan.recompute_for(name) == "block":
+            recomputed: Any = block
+            recomputed.gradient_checkpointing = True
+            recomputed._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
         module.register_forward_pre_hook(_CarryIn(self.shape, sites), with_kwargs=True)
         for parent in family.parents:
             inside = [site for key, site in self.sites.items() if key.startswith(f"{name}.{parent}.")]

@@ -49,6 +49,10 @@ def _words(words: tuple[str, ...]) -> Any:
     return Field(json_schema_extra={"enum": list(words)})
 
 
+RECOMPUTE = ("none", "block")
+"""What backward may compute again of a block."""
+
+
 class _LayoutFields(BaseModel):
     """GridLayout as a plan file spells it. Types are checked here, words and axes by GridLayout itself."""
 
@@ -70,6 +74,15 @@ class _LayoutFields(BaseModel):
     save_w: Annotated[str, _words(CHOICES["save_w"])] = Field(default="shard", description="what backward keeps of W")
     overlap: Annotated[str, _words(CHOICES["overlap"])] = Field(
         default="blocking", description="how communication runs beside the product"
+    )
+    chunks: int = Field(
+        default=0,
+        ge=0,
+        description="pieces of tokens into which each rank's part of a product is cut; 0 leaves it to the mode",
+        json_schema_extra={"x-allowed": "a whole number of at least 0"},
+    )
+    reduce_dtype: Annotated[str, _words(CHOICES["reduce_dtype"])] = Field(
+        default="same", description="the dtype in which partial sums are added; they travel in their own"
     )
 
 
@@ -197,8 +210,8 @@ class Plan(BaseModel):
     )
     recompute: dict[str, str] = Field(
         default={},
-        description="pattern of block names → what backward computes again",
-        json_schema_extra={"additionalProperties": {"type": "string", "enum": ["none"]}},
+        description="pattern of block names → what backward computes again: none of it, or the whole block",
+        json_schema_extra={"additionalProperties": {"type": "string", "enum": list(RECOMPUTE)}},
     )
     arena: dict[str, list[PositiveInt]] | None = Field(
         default=None,
@@ -223,10 +236,10 @@ class Plan(BaseModel):
     @field_validator("params", "recompute")
     @classmethod
     def _available(cls, choices: dict[str, str], info: ValidationInfo) -> dict[str, str]:
-        allowed = "replicate" if info.field_name == "params" else "none"
+        allowed = ("replicate",) if info.field_name == "params" else RECOMPUTE
         for pattern, choice in choices.items():
-            if choice != allowed:
-                raise FieldError((pattern,), f"{choice!r}, which is not available yet", allowed)
+            if choice not in allowed:
+                raise FieldError((pattern,), f"{choice!r}, which is not available yet", ", ".join(allowed))
         return choices
 
     @field_validator("arena")
@@ -335,6 +348,10 @@ class Plan(BaseModel):
         return fields | {"model": (self.config_path, self.model.sha256), "orders": orders}
 
     # Questions
+
+    def recompute_for(self, block: str) -> str:
+        """What backward computes again of the block of that name: the first pattern that matches, else ``none``."""
+        return next((policy for pattern, policy in self.recompute.items() if fnmatchcase(block, pattern)), "none")
 
     @property
     def world_size(self) -> int:

@@ -13,7 +13,7 @@ needs two of them, and the layout says what it does on the axes of the third, it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwright._errors import InputError
@@ -33,6 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "save_x": ("shard", "gathered", "source"),
     "save_w": ("shard", "gathered"),
     "overlap": ("blocking", "async", "ring"),
+    "reduce_dtype": ("same", "float32"),
 }
 
 
@@ -48,6 +49,10 @@ class GridLayout:
         rebuilt from what its producer saved).
     save_w: the same choice for W.
     overlap: ``blocking``, ``async`` or ``ring``.
+    chunks: into how many pieces of tokens each rank's part of a product is cut. Modes that overlap need at least one
+        (0 is 1 for them, and 2 for a ring of two ranks); 0 leaves a blocking product whole. Modes with equal chunks
+        agree bit for bit.
+    reduce_dtype: partial sums are added in their ``same`` dtype, or in ``float32`` (they travel in their own).
 
     Raises InputError where a word is not allowed, an axis has two roles, or a per-axis word names an axis that is not
     one of the operand's missing role.
@@ -62,6 +67,8 @@ class GridLayout:
     save_x: str = "shard"
     save_w: str = "shard"
     overlap: str = "blocking"
+    chunks: int = 0
+    reduce_dtype: str = "same"
 
     def __post_init__(self) -> None:
         for role in ("m", "n", "k"):
@@ -74,6 +81,8 @@ class GridLayout:
             seen.add(axis)
         for operand, role in (("x", "n"), ("w", "m"), ("y", "k")):
             self._check_operand(operand, getattr(self, role))
+        if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 0:
+            raise InputError(f"layout.chunks: found {self.chunks!r}; allowed: a whole number of at least 0")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise InputError(f"layout.{name}: found {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
@@ -166,6 +175,16 @@ def sequence_parallel(site: Site, *, data: str = "data", tensor: str = "tensor",
     return GridLayout(m=(data,), k=(tensor,), y="sharded")
 
 
+def sequence_parallel_async(site: Site, *, data: str = "data", tensor: str = "tensor") -> GridLayout:
+    """``sequence_parallel`` whose collectives run beside the products that do not need them."""
+    return replace(sequence_parallel(site, data=data, tensor=tensor), overlap="async")
+
+
+def sequence_parallel_ring(site: Site, *, data: str = "data", tensor: str = "tensor") -> GridLayout:
+    """``sequence_parallel`` whose operands travel around the axis in pieces, never gathered."""
+    return replace(sequence_parallel(site, data=data, tensor=tensor), overlap="ring")
+
+
 def sequence_parallel_keep(site: Site, *, data: str = "data", tensor: str = "tensor") -> GridLayout:
     """``sequence_parallel`` that keeps the gathered input for backward instead of gathering it again."""
     return sequence_parallel(site, data=data, tensor=tensor, save_x="gathered")
@@ -176,6 +195,8 @@ presets: dict[str, Callable[[Site], GridLayout]] = {
     "tensor-all-reduce": tensor_all_reduce,
     "sequence-parallel": sequence_parallel,
     "sequence-parallel-keep": sequence_parallel_keep,
+    "sequence-parallel-async": sequence_parallel_async,
+    "sequence-parallel-ring": sequence_parallel_ring,
 }
 """Presets by the name that plan files and ``--layout`` use."""
 

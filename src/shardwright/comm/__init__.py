@@ -1,9 +1,22 @@
 """Communication: groups by ranks, collectives that are logged where they are called, the arena of leased memory."""
 
 from shardwright.comm.arena import Arena, ArenaError
-from shardwright.comm.collectives import all_gather, all_reduce, reduce_scatter
+from shardwright.comm.collectives import Reducing, all_gather, all_reduce, reduce_scatter
+from shardwright.comm.exchange import Gathering, Scattering
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.reduction import reduce_output
 from shardwright.comm.runtime import Runtime
 
-__all__ = ["Arena", "ArenaError", "AxisGroup", "Runtime", "all_gather", "all_reduce", "reduce_output", "reduce_scatter"]
+__all__ = [
+    "Arena",
+    "ArenaError",
+    "AxisGroup",
+    "Gathering",
+    "Reducing",
+    "Runtime",
+    "Scattering",
+    "all_gather",
+    "all_reduce",
+    "reduce_output",
+    "reduce_scatter",
+]

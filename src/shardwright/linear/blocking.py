@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwright.comm import all_gather, all_reduce, reduce_scatter
+from shardwright.linear import pieces
+from shardwright.linear.pieces import Piece, WeightGradients
 from shardwright.linear.product import Product
 from shardwright.mesh import chunk
 
@@ -29,26 +31,18 @@ def forward(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     keep: bool,
+    hold: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Y_i for T = ``rows``, and what backward needs of X (None unless ``keep``).
 
     Where k is split, Y_i is leased as ``unreduced`` and lacks its bias: the reduction that follows ends the lease.
+    hold: takes over the gathered X, still leased, where backward is at work already (a replay).
     """
-    arena = product.runtime.arena
-    whole = gather(product, x, rows) if product.gather_x.size > 1 else x
-    outputs = []
-    for weight, bias in zip(weights, biases, strict=True):
-        if product.reduce_y.size > 1:
-            shape = (whole.shape[0], weight.shape[0])
-            y = arena.lease(shape, x.dtype, x.device, "unreduced", f"{product.name} (Y)")
-            torch.mm(whole, weight.t(), out=y)
-        else:
-            y = torch.nn.functional.linear(whole, weight, bias)
-        outputs.append(y)
-    if keep and product.keep_gathered:
-        return outputs, arena.give(whole)
-    arena.end(whole)
-    return outputs, x if keep else None
+    gathered = gather(product, x, rows) if product.gather_x.size > 1 else x
+    outputs = [new_output(product, gathered.shape[0], x, weight) for weight in weights]
+    for piece in cut(product, gathered.shape[0]):
+        pieces.multiply(gathered[piece.rows], weights, biases, outputs, piece.rows)
+    return outputs, settle_x(product, x, gathered, keep, hold)
 
 
 def backward(
@@ -58,57 +52,111 @@ def backward(
     rows: int,
     weights: Sequence[torch.Tensor],
     needs_x: bool,
-    deposit: Callable[[int, torch.Tensor, torch.Tensor | None], None] | None,
+    into: WeightGradients | None,
+    held: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """dX [R,K'] or None. ``deposit(i, dY_i, X)`` forms and hands over dW_i and db_i (X is None where W is frozen)."""
+    """dX [R,K'] or None; dW_i and db_i go ``into`` the store. held: the gathered X, where a replay has left it."""
     arena = product.runtime.arena
-    whole = kept
-    if kept is not None and product.gather_x.size > 1 and not product.keep_gathered:
-        whole = gather(product, kept, rows)
-    dx = input_gradient(product, grads, weights) if needs_x else None
-    for index, grad in enumerate(grads):
-        if grad is None:
-            continue
-        if deposit is not None:
-            deposit(index, grad, whole)
-        arena.end(grad)
-    if whole is not None and whole is not kept:
-        arena.end(whole)
+    x = held if held is not None else kept
+    if held is None and kept is not None and product.gather_x.size > 1 and not product.keep_gathered:
+        x = gather(product, kept, rows)
+    dx = None
+    if needs_x and any(grad is not None for grad in grads):
+        dx = new_input_gradient(product, grads, weights)
+        for piece in cut(product, dx.shape[0]):
+            pieces.input_gradient(rows_of(grads, piece), weights, dx[piece.rows])
+        dx = reduce_input_gradient(product, dx)
+    if into is not None:
+        if product.layout.chunks:
+            for piece in cut(product, max(grad.shape[0] for grad in grads if grad is not None)):
+                into.add(rows_of(grads, piece), x[piece.rows] if x is not None else None)
+            into.finish()
+        else:
+            into.all_at_once(grads, x)
+    for grad in grads:
+        if grad is not None:
+            arena.end(grad)
+    if x is not None and x is not kept:
+        arena.end(x)
     return dx
+
+
+def cut(product: Product, rows: int) -> list[Piece]:
+    """The pieces of tokens that products are cut into; one where the layout states no chunks."""
+    if not product.layout.chunks:
+        return pieces.whole(rows)
+    return pieces.cut_tokens(rows, product.tokens_group, product.layout.chunks)
+
+
+def rows_of(grads: Sequence[torch.Tensor | None], piece: Piece) -> list[torch.Tensor | None]:
+    """Those rows of every dY_i."""
+    return [None if grad is None else grad[piece.rows] for grad in grads]
 
 
 def gather(product: Product, x: torch.Tensor, rows: int) -> torch.Tensor:
     """X [R,K'] of every rank → [rows,K'], leased."""
+    gathered = lease_x(product, x, rows)
+    all_gather(x, gathered, product.gather_x, product.name)
+    return gathered
+
+
+def lease_x(product: Product, x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Room for the gathered X [rows,K']."""
     shape = (rows, x.shape[1])
-    whole = product.runtime.arena.lease(shape, x.dtype, x.device, "gathered", f"{product.name} (X)")
-    all_gather(x, whole, product.gather_x, product.name)
-    return whole
+    return product.runtime.arena.lease(shape, x.dtype, x.device, "gathered", f"{product.name} (X)")
 
 
-def input_gradient(
-    product: Product, grads: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
+def settle_x(
+    product: Product,
+    x: torch.Tensor,
+    gathered: torch.Tensor,
+    keep: bool,
+    hold: Callable[[torch.Tensor], None] | None,
 ) -> torch.Tensor | None:
-    """dX = Σ dY_i W_i [T,K'], reduced: this rank's rows [R,K'] where X was gathered, all of it where X is whole."""
+    """What backward keeps of X: the gathered tensor, what came in, or nothing. Ends the lease of what nobody keeps."""
     arena = product.runtime.arena
-    pairs = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-    if not pairs:
-        return None
-    (grad, weight), *rest = pairs
-    if product.gather_x.size == 1 and product.reduce_dx.size == 1:
-        dx = torch.mm(grad, weight)
+    if keep and product.keep_gathered:
+        return arena.give(gathered)
+    if keep and hold is not None and gathered is not x:
+        hold(gathered)
     else:
-        shape = (grad.shape[0], weight.shape[1])
-        dx = arena.lease(shape, grad.dtype, grad.device, "unreduced", f"{product.name} (dX)")
-        torch.mm(grad, weight, out=dx)
-    for grad, weight in rest:
-        dx.addmm_(grad, weight)
+        arena.end(gathered)
+    return x if keep else None
+
+
+def new_output(product: Product, rows: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Room for Y_i [rows,N'_i]: leased where it is still to be reduced."""
+    shape = (rows, weight.shape[0])
+    if product.reduce_y.size > 1:
+        return product.runtime.arena.lease(shape, x.dtype, x.device, "unreduced", f"{product.name} (Y)")
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
+def new_input_gradient(
+    product: Product, grads: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Room for dX [T,K']: leased where it is still to be reduced."""
+    grad = next(grad for grad in grads if grad is not None)
+    shape = (grad.shape[0], weights[0].shape[1])
+    if product.gather_x.size == 1 and product.reduce_dx.size == 1:
+        return torch.empty(shape, dtype=grad.dtype, device=grad.device)
+    return product.runtime.arena.lease(shape, grad.dtype, grad.device, "unreduced", f"{product.name} (dX)")
+
+
+def new_part(product: Product, dx: torch.Tensor) -> torch.Tensor:
+    """Room for this rank's rows of dX [T,K']."""
+    start, stop = chunk(dx.shape[0], product.gather_x.size, product.gather_x.index)
+    return dx.new_empty(stop - start, dx.shape[1])
+
+
+def reduce_input_gradient(product: Product, dx: torch.Tensor) -> torch.Tensor:
+    """dX [T,K'], partial over n → this rank's rows [R,K'] where X was gathered, all of it where X is whole."""
     if product.gather_x.size > 1:
-        start, stop = chunk(dx.shape[0], product.gather_x.size, product.gather_x.index)
-        part = dx.new_empty(stop - start, dx.shape[1])
-        reduce_scatter(dx, part, product.gather_x, product.name)
-        arena.end(dx)
+        part = new_part(product, dx)
+        reduce_scatter(dx, part, product.gather_x, product.name, product.wide)
+        product.runtime.arena.end(dx)
         return part
     if product.reduce_dx.size > 1:
-        all_reduce(dx, product.reduce_dx, product.name)
-        arena.give(dx)
+        all_reduce(dx, product.reduce_dx, product.name, product.wide)
+        product.runtime.arena.give(dx)
     return dx

@@ -22,6 +22,9 @@ class Product:
     reduce_dx: the n axes on which X is whole: dX all-reduced.
     reduce_y: the k axes; y_word tells how the partial sums over them end.
     keep_gathered: backward keeps the gathered X (else what came in, and gathers it again).
+    tokens_group: the ranks among which tokens are cut into pieces.
+    defers: a row site's product is formed by the node that reduces it, piece by piece.
+    wide: low-precision partial sums are added in fp32.
     """
 
     name: str
@@ -32,26 +35,35 @@ class Product:
     reduce_y: AxisGroup
     y_word: str
     keep_gathered: bool
+    tokens_group: AxisGroup
+    defers: bool
+    wide: bool
 
     @classmethod
     def of(cls, name: str, layout: GridLayout, mesh: DeviceMesh) -> Product:
         """Raises InputError for a layout that this version does not run, naming the field."""
         runtime = Runtime.of(mesh)
         check_supported(layout, runtime.sizes, name)
+        gather_x, reduce_y = runtime.group(layout.axes_where("x", "sharded")), runtime.group(layout.k)
+        scatters = reduce_y.size > 1 and layout.word("y", layout.k[0]) == "sharded"
+        wide = layout.reduce_dtype == "float32"
         return cls(
             name=name,
             layout=layout,
             runtime=runtime,
-            gather_x=runtime.group(layout.axes_where("x", "sharded")),
+            gather_x=gather_x,
             reduce_dx=runtime.group(layout.axes_where("x", "replicated")),
-            reduce_y=runtime.group(layout.k),
+            reduce_y=reduce_y,
             y_word=layout.word("y", layout.k[0]) if layout.k else "replicated",
             keep_gathered=layout.save_x == "gathered",
+            tokens_group=gather_x if gather_x.size > 1 else reduce_y if scatters else runtime.group(()),
+            defers=layout.overlap != "blocking" and scatters and gather_x.size == 1 and not wide,
+            wide=wide,
         )
 
 
 def check_supported(layout: GridLayout, sizes: Mapping[str, int], name: str) -> None:
-    """At most one axis a role, blocking, W whole on its m axes, and tokens split by m before any other axis."""
+    """At most one axis a role, W whole on its m axes, and tokens split by m before any other axis."""
 
     def refuse(field: str, found: object, allowed: str) -> None:
         raise InputError(f"{name or 'linear'}: layout.{field}: found {found!r}; allowed: {allowed}")
@@ -60,8 +72,8 @@ def check_supported(layout: GridLayout, sizes: Mapping[str, int], name: str) -> 
         axes = getattr(layout, role)
         if len(axes) > 1:
             refuse(role, list(axes), "at most one axis in this version")
-    if layout.overlap != "blocking":
-        refuse("overlap", layout.overlap, "blocking in this version")
+    if layout.overlap == "ring" and layout.reduce_dtype != "same":
+        refuse("reduce_dtype", layout.reduce_dtype, "same with overlap: ring, whose sums travel in their own dtype")
     if layout.axes_where("w", "sharded"):
         refuse("w", "sharded", "replicated in this version")
     for operand in ("x", "y"):

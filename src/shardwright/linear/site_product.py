@@ -6,45 +6,108 @@ of its own (comm/reduction.py). The first sibling called with a tensor computes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardwright.comm import reduce_output
-from shardwright.linear import blocking
+from shardwright.linear import asynchronous, blocking, ring
+from shardwright.linear.pieces import Deposit, WeightGradients
 from shardwright.linear.product import Product
 from shardwright.params import StoredParameter, Use
 
-_MODES = {"blocking": blocking}
+_MODES: dict[str, Any] = {"blocking": blocking, "async": asynchronous, "ring": ring}
 
 
 class _SiteNode(torch.autograd.Function):
-    """The parameters come in only to join the graph: their gradients go to the store, not to the engine."""
+    """The parameters come in only to join the graph: their gradients go to the store, not to the engine.
+
+    Where the product is deferred (``Product.defers``) this node only saves what backward needs: its outputs are empty
+    stand-ins of Y's shape, and the node behind it multiplies and reduces, so that a replay stops before both.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, site: SiteProduct, uses: Any, rows: int, x: torch.Tensor, *parameters: Any
+        ctx: Any, site: SiteProduct, call: _Call, x: torch.Tensor, *parameters: Any
     ) -> tuple[torch.Tensor, ...]:
+        mode, product = _MODES[site.product.layout.overlap], site.product
+        wanted = ctx.needs_input_grad[3:]
+        keep = any(wanted[: len(site.weights)])
+        ctx.site, ctx.call, ctx.mode, ctx.deposits = site, call, mode, any(wanted)
         weights = site.lease_weights()
-        biases = [stored.lease() if stored is not None else None for stored in site.inner_biases]
-        mode = _MODES[site.product.layout.overlap]
-        ctx.site, ctx.uses, ctx.mode, ctx.rows = site, uses, mode, rows
-        wanted = ctx.needs_input_grad[4:]
-        ctx.deposits = any(wanted)
-        outputs, kept = mode.forward(site.product, x, rows, weights, biases, keep=any(wanted[: len(weights)]))
-        ctx.save_for_backward(kept, *(weights if ctx.needs_input_grad[3] else ()))
         ctx.set_materialize_grads(False)
+        kept: torch.Tensor | None
+        if product.defers:
+            outputs, kept = [stand_in(x, call.rows, weight.shape[0]) for weight in weights], x if keep else None
+        else:
+            biases = [stored.lease() if stored is not None else None for stored in site.inner_biases]
+            hold = site.holder(x) if torch._C._current_graph_task_id() != -1 else None
+            outputs, kept = mode.forward(product, x, call.rows, weights, biases, keep, hold)
+        ctx.save_for_backward(kept, *(weights if ctx.needs_input_grad[2] else ()))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        site, call = ctx.site, ctx.call
         kept, *weights = ctx.saved_tensors
-        deposit = ctx.site.depositor(ctx.uses) if ctx.deposits else None
-        if not weights:
-            weights = [None] * len(grads)
-        needs_x = ctx.needs_input_grad[3]
-        dx = ctx.mode.backward(ctx.site.product, grads, kept, ctx.rows, weights, needs_x, deposit)
-        return (None, None, None, dx) + (None,) * (len(ctx.needs_input_grad) - 4)
+        needs_x = ctx.needs_input_grad[2]
+        weights = weights or [None] * len(grads)
+        into = None
+        if ctx.deposits:
+            wanted = [
+                (weight.parameter.requires_grad, bias is not None and bias.parameter.requires_grad)
+                for weight, bias in zip(site.weights, site.inner_biases, strict=True)
+            ]
+            into = WeightGradients(wanted, site.transposed, site.depositor(call.uses))
+        if site.product.defers:
+            shards = [None if grad is None else call.shards.pop(index) for index, grad in enumerate(grads)]
+            dx = ctx.mode.gathered_backward(site.product, shards, kept, call.rows, weights, needs_x, into)
+        else:
+            held = site.take_held(kept)
+            dx = ctx.mode.backward(site.product, grads, kept, call.rows, weights, needs_x, into, held)
+        return (None, None, dx) + (None,) * (len(ctx.needs_input_grad) - 3)
+
+
+class _Reduced(torch.autograd.Function):
+    """Multiplies and reduces what a deferring _SiteNode has saved: Y_i [T/n,N_i].
+
+    In backward the shard of dY stays with the call, and a stand-in tells the node before that it has come.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, site: SiteProduct, call: _Call, inputs: tuple[Any, ...], *stand_ins: Any) -> Any:
+        x, weights = inputs
+        ctx.call, ctx.widths = call, [weight.shape[0] for weight in weights]
+        ctx.set_materialize_grads(False)
+        return tuple(_MODES[site.product.layout.overlap].reduced(site.product, x, weights))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        back: list[torch.Tensor | None] = []
+        for index, (grad, width) in enumerate(zip(grads, ctx.widths, strict=True)):
+            if grad is not None:
+                ctx.call.shards[index] = grad
+            back.append(None if grad is None else stand_in(grad, ctx.call.rows, width))
+        return (None, None, None, *back)
+
+
+class _Call:
+    """One forward of a site: T, the uses that it announced to the store, and in backward the shards of dY."""
+
+    def __init__(self, rows: int, uses: list[tuple[Use | None, Use | None]]):
+        self.rows, self.uses = rows, uses
+        self.shards: dict[int, torch.Tensor] = {}
+
+
+def stand_in(like: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """A tensor of shape [rows,width] that owns nothing: autograd checks shapes, nobody reads values.
+
+    It is one element of ``like``, seen through strides of 0.
+    """
+    if not like.numel():
+        like = like.new_empty(1)
+    return like.detach().as_strided((rows, width), (0, 0))
 
 
 class _AddBias(torch.autograd.Function):
@@ -86,6 +149,7 @@ class SiteProduct:
         self.inner_biases, self.outer_biases = (none, biases) if product.reduce_y.size > 1 else (biases, none)
         self._key: object = None
         self._ready: dict[int, torch.Tensor] = {}
+        self._held: dict[int, torch.Tensor] = {}
 
     def lease_weights(self) -> list[torch.Tensor]:
         """Every W_i as [N',K']."""
@@ -110,23 +174,50 @@ class SiteProduct:
         inside = self.inner_biases
         uses = [(w.use(), b.use() if b is not None else None) for w, b in zip(self.weights, inside, strict=True)]
         parameters = [stored.parameter for stored in [*self.weights, *inside] if stored is not None]
-        product, results = self.product, []
-        for y, bias in zip(_SiteNode.apply(self, uses, rows, x, *parameters), self.outer_biases, strict=True):
-            y = reduce_output(y, product.runtime, product.reduce_y, product.y_word, product.name)
+        product, call, results = self.product, _Call(rows, uses), []
+        outputs = _SiteNode.apply(self, call, x, *parameters)
+        if product.defers:
+            inputs = (x.detach(), self.lease_weights())
+            outputs = _Reduced.apply(self, call, inputs, *outputs)
+        for y, bias in zip(outputs, self.outer_biases, strict=True):
+            if not product.defers:
+                group = product.reduce_y
+                y = reduce_output(y, product.runtime, group, product.y_word, product.name, product.wide)
             if bias is not None:
                 y = _AddBias.apply(y, bias.parameter, bias, bias.use())
             results.append(y)
         return results
 
-    def depositor(self, uses: list[tuple[Use | None, Use | None]]) -> Any:
-        """deposit(i, dY_i [T,N'], X [T,K']): forms dW_i and db_i and hands them to the store."""
+    def depositor(self, uses: list[tuple[Use | None, Use | None]]) -> Deposit:
+        """Hands dW_i and db_i to the store."""
 
-        def deposit(index: int, grad: torch.Tensor, x: torch.Tensor | None) -> None:
+        def deposit(index: int, dw: torch.Tensor | None, db: torch.Tensor | None) -> None:
             weight, bias = self.weights[index], self.inner_biases[index]
-            if weight.parameter.requires_grad and x is not None:
-                dw = torch.mm(x.t(), grad) if self.transposed else torch.mm(grad.t(), x)
+            if dw is not None:
                 weight.deposit(dw, uses[index][0])
-            if bias is not None and bias.parameter.requires_grad:
-                bias.deposit(grad.sum(0), uses[index][1])
+            if db is not None and bias is not None:
+                bias.deposit(db, uses[index][1])
 
         return deposit
+
+    def holder(self, x: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """For a replay: the gathered X stays leased until the backward of this site takes it, or backward ends.
+
+        It is found by the shard that the replay saves, so it never passes through saved tensors.
+        """
+
+        def hold(gathered: torch.Tensor) -> None:
+            self._held[id(x.untyped_storage())] = gathered
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._let_go)
+
+        return hold
+
+    def take_held(self, kept: torch.Tensor | None) -> torch.Tensor | None:
+        """The gathered X that a replay left for the shard ``kept``."""
+        return None if kept is None else self._held.pop(id(kept.untyped_storage()), None)
+
+    def _let_go(self) -> None:
+        for gathered in self._held.values():
+            self.product.runtime.arena.end(gathered)
+        self._held.clear()

@@ -5,8 +5,8 @@ derives a number again. The runtime speaks to the active recorder through ``coll
 ``span``; without a recorder these cost one look at torch's stack of dispatch modes.
 """
 
-from shardwright.trace.events import CATEGORIES, PHASES, Alloc, Collective, Event, Free, Mark, Op, Storage
-from shardwright.trace.recorder import active, collective, note, quiet, record, released, span
+from shardwright.trace.events import CATEGORIES, PHASES, Alloc, Collective, Event, Free, Mark, Op, Storage, Wait
+from shardwright.trace.recorder import active, collective, note, quiet, record, released, span, unlogged, waited
 from shardwright.trace.trace import Alive, Entry, Peak, Point, Trace
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Point",
     "Storage",
     "Trace",
+    "Wait",
     "active",
     "collective",
     "note",
@@ -31,4 +32,6 @@ __all__ = [
     "record",
     "released",
     "span",
+    "unlogged",
+    "waited",
 ]

@@ -59,6 +59,17 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """The program waited for (a part of) a collective that it had issued before: its kind and axes."""
+
+    step: int
+    phase: str
+    module: str
+    kind: str
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Alloc:
     """Storage number ``storage`` came to life (or was first seen)."""
 
@@ -85,7 +96,7 @@ class Mark:
     point: str
 
 
-Event = Op | Collective | Alloc | Free | Mark
+Event = Op | Collective | Wait | Alloc | Free | Mark
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwright._errors import InputError
-from shardwright.trace.events import Alloc, Collective, Event, Free, Mark, Op, Storage
+from shardwright.trace.events import Alloc, Collective, Event, Free, Mark, Op, Storage, Wait
 
 FORMAT, VERSION = "shardwright.trace", 1
-_KINDS: dict[str, type] = {"op": Op, "collective": Collective, "alloc": Alloc, "free": Free, "mark": Mark}
+_KINDS: dict[str, type] = {"op": Op, "collective": Collective, "wait": Wait, "alloc": Alloc, "free": Free, "mark": Mark}
 _TAGS = {kind: tag for tag, kind in _KINDS.items()}
 
 

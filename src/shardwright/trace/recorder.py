@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from shardwright.trace.events import CATEGORIES, Alloc, Collective, Event, Free, Mark, Op, Storage
+from shardwright.trace.events import CATEGORIES, Alloc, Collective, Event, Free, Mark, Op, Storage, Wait
 from shardwright.trace.trace import Trace
 
 _BOOKKEEPING = ("prim", "profiler")  # questions about fake tensors, and labels for profilers: no work is done
@@ -65,6 +65,7 @@ class Recorder(TorchDispatchMode):
         self._op_names: dict[Any, str] = {}
         self._fake = False
         self._quiet = 0
+        self.unlogged = 0
         self._in_loss = self._in_optimizer = self._step_over = False
 
     # -- what is alive ------------------------------------------------------------------------------------------------
@@ -338,10 +339,19 @@ def collective(
 ) -> None:
     """One logical collective is issued now. ``size`` and ``sent`` in bytes, as in events.Collective."""
     recorder = active()
-    if recorder is not None:
+    if recorder is not None and not recorder.unlogged:
         recorder.arrive()
         where = module or recorder.module()
         recorder.events.append(Collective(recorder.step, recorder.phase, where, kind, axes, ranks, size, sent, mode))
+
+
+def waited(kind: str, axes: tuple[str, ...], module: str = "") -> None:
+    """The program waits now for a collective of ``kind`` over ``axes``, or for a part of it."""
+    recorder = active()
+    if recorder is not None:
+        recorder.arrive()
+        where = module or recorder.module()
+        recorder.events.append(Wait(recorder.step, recorder.phase, where, kind, axes))
 
 
 def note(tensor: torch.Tensor, category: str) -> None:
@@ -356,6 +366,20 @@ def released(tensor: torch.Tensor) -> None:
     recorder = active()
     if recorder is not None:
         recorder.released(tensor)
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Collectives inside are parts of one that has been logged already."""
+    recorder = active()
+    if recorder is None:
+        yield
+        return
+    recorder.unlogged += 1
+    try:
+        yield
+    finally:
+        recorder.unlogged -= 1
 
 
 @contextmanager

@@ -1,0 +1,198 @@
+"""Gathers and reduce-scatters that are under way: issued now, waited for piece by piece, products in between.
+
+Parts lie along dimension 0, in rank order: over n ranks a whole of R rows has parts of ⌈R/n⌉ rows; where R does not
+divide, the last parts are shorter or empty. On gloo both are *direct exchanges*: every rank sends to, and receives
+from, each other rank without a copy on the sending side (gloo's own reduce-scatter is an all-reduce, and its all-gather
+hides a buffer of the full size). On NCCL they are its collectives, on its own stream.
+
+No tensor that a handle holds may be released before the handle has finished.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from shardwright import trace
+from shardwright.comm.groups import AxisGroup
+from shardwright.mesh import chunk
+
+
+def log(
+    kind: str, group: AxisGroup, whole_bytes: int, own_bytes: int, module: str, mode: str, last_bytes: int | None = None
+) -> None:
+    """Writes one logical collective into the trace.
+
+    whole_bytes: of the full tensor; own_bytes: of this rank's part. A direct all-gather sends the own part n − 1 times;
+    a ring sends every part but that of the next rank (``last_bytes``). A reduce-scatter sends all but the own part.
+    """
+    n = group.size
+    if kind == "all_gather":
+        sent = own_bytes * (n - 1) if last_bytes is None else whole_bytes - last_bytes
+    elif kind == "reduce_scatter":
+        sent = whole_bytes - own_bytes
+    else:
+        sent = 2 * whole_bytes * (n - 1) // n
+    trace.collective(kind, group.axes, group.ranks, whole_bytes, sent, mode=mode, module=module)
+
+
+def send(tensor: torch.Tensor, peer: int, group: AxisGroup) -> dist.Work:
+    """Starts sending to the group's member number ``peer``."""
+    return cast(dist.Work, dist.isend(tensor, group.ranks[peer], group=group.process_group))
+
+
+def receive(tensor: torch.Tensor, peer: int, group: AxisGroup) -> dist.Work:
+    """Starts receiving from the group's member number ``peer``."""
+    return cast(dist.Work, dist.irecv(tensor, group.ranks[peer], group=group.process_group))
+
+
+def places(whole: torch.Tensor, group: AxisGroup) -> list[torch.Tensor]:
+    """The part of each rank, as views of the whole."""
+    bounds = [chunk(whole.shape[0], group.size, index) for index in range(group.size)]
+    return [whole[start:stop] for start, stop in bounds]
+
+
+class Gathering:
+    """whole[R] ← the parts of every rank, under way. The group has at least two ranks.
+
+    ``wait(peer)`` returns when that rank's part is in its place; ``finish()`` when all are.
+    """
+
+    def __init__(self, part: torch.Tensor, whole: torch.Tensor, group: AxisGroup, module: str, mode: str):
+        log("all_gather", group, whole.nbytes, part.nbytes, module, mode)
+        self.group, self.module, self.mode = group, module, mode
+        self._part = part.contiguous()  # held until all has been sent
+        self._places = places(whole, group)
+        mine = self._places[group.index]
+        if part.shape != mine.shape:
+            raise ValueError(
+                f"{module or 'all_gather'}: found a part of {part.shape[0]} rows; allowed: {mine.shape[0]}, "
+                f"this rank's part of {whole.shape[0]} over {group.size} ranks"
+            )
+        self._all: dist.Work | None = None
+        self._sends: list[dist.Work] = []
+        self._arrivals: dict[int, dist.Work] = {}
+        if group.backend == "nccl":
+            if whole.shape[0] % group.size:
+                work = dist.all_gather(self._places, self._part, group=group.process_group, async_op=True)
+            else:
+                work = dist.all_gather_into_tensor(whole, self._part, group=group.process_group, async_op=True)
+            self._all = cast(dist.Work, work)
+            return
+        peers = [(group.index + step) % group.size for step in range(1, group.size)]
+        self._sends = [send(self._part, peer, group) for peer in peers if part.numel()]
+        for peer in reversed(peers):
+            if self._places[peer].numel():
+                self._arrivals[peer] = receive(self._places[peer], peer, group)
+        mine.copy_(self._part)
+
+    def wait(self, peer: int) -> None:
+        """Until the part of the group's member ``peer`` is there."""
+        arrival = self._arrivals.pop(peer, None) or self._all
+        if arrival is None:
+            return
+        self._tell()
+        arrival.wait()
+        self._all = None
+
+    def finish(self) -> None:
+        """Until everything is there, and everything sent."""
+        if self._arrivals or self._all is not None:
+            self._tell()
+        if self._all is not None:
+            self._all.wait()
+        for peer in list(self._arrivals):
+            self._arrivals.pop(peer).wait()
+        for sent in self._sends:
+            sent.wait()
+        self._sends, self._all = [], None
+
+    def _tell(self) -> None:
+        if self.mode != "blocking":
+            trace.waited("all_gather", self.group.axes, self.module)
+
+
+class Scattering:
+    """part ← this rank's part of the sum over ranks of whole[R], under way. The group has at least two ranks.
+
+    Sums run in ring order, whatever the mode: the share of the next rank, of the one after it, …, the own one last; in
+    fp32 where ``wide``. Scratch on gloo: up to two parts for arrivals (none when n = 2; two where ``wide``, and one part
+    in fp32).
+    ``advance()`` takes in one more arrival, ``finish()`` all. The whole is only read.
+    """
+
+    def __init__(
+        self, whole: torch.Tensor, part: torch.Tensor, group: AxisGroup, module: str, mode: str, wide: bool = False
+    ):
+        log("reduce_scatter", group, whole.nbytes, part.nbytes, module, mode)
+        self.group, self.module, self.mode = group, module, mode
+        self._whole, self._part = whole.contiguous(), part
+        self._places = places(self._whole, group)
+        self._wide = wide and part.dtype in (torch.bfloat16, torch.float16)
+        self._all: dist.Work | None = None
+        if group.backend == "nccl":
+            self._all = self._on_nccl()
+            return
+        n, me = group.size, group.index
+        peers = [(me - s) % n for s in range(1, n)]
+        self._sends = [send(self._places[peer], peer, group) for peer in peers if self._places[peer].numel()]
+        self._sources = [(me + s) % n for s in range(1, n)] if part.numel() else []
+        self._total = part
+        if self._wide:
+            self._total = torch.zeros(part.shape, dtype=torch.float32, device=part.device)
+            self._scratch = [torch.empty_like(part) for _ in range(min(2, n - 1) if part.numel() else 0)]
+        else:  # the first arrival lands in the result itself
+            self._scratch = [torch.empty_like(part) for _ in range(min(2, n - 2) if part.numel() else 0)]
+        self._taken = 0
+        self._arrivals: list[tuple[dist.Work, torch.Tensor]] = []
+        free = list(self._scratch) if self._wide else [part, *self._scratch]
+        for source in self._sources[: len(free)]:
+            buffer = free.pop(0)
+            self._arrivals.append((receive(buffer, source, group), buffer))
+
+    def _on_nccl(self) -> dist.Work:
+        group = self.group
+        whole = self._whole.float() if self._wide else self._whole
+        self._total = torch.empty_like(self._part, dtype=torch.float32) if self._wide else self._part
+        if whole.shape[0] % group.size:
+            work = dist.reduce_scatter(self._total, places(whole, group), group=group.process_group, async_op=True)
+        else:
+            work = dist.reduce_scatter_tensor(self._total, whole, group=group.process_group, async_op=True)
+        return cast(dist.Work, work)
+
+    def advance(self) -> None:
+        """Takes in the next arrival, and lets the one after it travel."""
+        if self._all is not None or not self._arrivals:
+            return
+        if self.mode != "blocking":
+            trace.waited("reduce_scatter", self.group.axes, self.module)
+        arrival, buffer = self._arrivals.pop(0)
+        arrival.wait()
+        del arrival  # gloo's handles hold their tensors: let go of them in a fixed order
+        self._taken += 1
+        if buffer is not self._part or self._wide:
+            self._total.add_(buffer)
+            due = self._taken + len(self._arrivals)
+            if due < len(self._sources):
+                self._arrivals.append((receive(buffer, self._sources[due], self.group), buffer))
+
+    def finish(self) -> None:
+        """Until the sum is in ``part``, and everything sent."""
+        if self._all is not None:
+            if self.mode != "blocking":
+                trace.waited("reduce_scatter", self.group.axes, self.module)
+            self._all.wait()
+            self._all = None
+        else:
+            while self._arrivals:
+                self.advance()
+            if self._part.numel():
+                self._total.add_(self._places[self.group.index])
+            for sent in self._sends:
+                sent.wait()
+            self._sends = []
+            self._scratch = []
+        if self._wide:
+            self._part.copy_(self._total)
