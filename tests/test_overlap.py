@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dense
 import pytest
 import torch
-from ranks import on_ranks
 from torch.utils.checkpoint import checkpoint
 
+import dense
 import shardwright as sw
+from ranks import on_ranks
 from shardwright.trace import Collective, Op, Wait
 
 T, K, N = 48, 32, 64

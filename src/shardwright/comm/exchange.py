@@ -118,8 +118,8 @@ class Scattering:
     """part ← this rank's part of the sum over ranks of whole[R], under way. The group has at least two ranks.
 
     Sums run in ring order, whatever the mode: the share of the next rank, of the one after it, …, the own one last; in
-    fp32 where ``wide``. Scratch on gloo: up to two parts for arrivals (none when n = 2; two where ``wide``, and one part
-    in fp32).
+    fp32 where ``wide``. Scratch on gloo: up to two parts for arrivals (none when n = 2); where ``wide`` one or two, and
+    one part in fp32.
     ``advance()`` takes in one more arrival, ``finish()`` all. The whole is only read.
     """
 

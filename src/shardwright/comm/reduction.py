@@ -18,28 +18,44 @@ from shardwright.comm.runtime import Runtime
 from shardwright.mesh import chunk
 
 
+def reduce_rows(
+    partial: torch.Tensor, runtime: Runtime, group: AxisGroup, word: str, owner: str, wide: bool
+) -> torch.Tensor:
+    """The sum over ``group`` of the leased partial [R,N], without autograd; ends its lease."""
+    if group.size == 1:
+        return partial
+    if word == "replicated":
+        all_reduce(partial, group, owner, wide)
+        return runtime.arena.give(partial)
+    rows, width = partial.shape
+    start, stop = chunk(rows, group.size, group.index)
+    part = partial.new_empty(stop - start, width)
+    reduce_scatter(partial, part, group, owner, wide)
+    runtime.arena.end(partial)
+    return part
+
+
+def gather_rows(part: torch.Tensor, rows: int, runtime: Runtime, group: AxisGroup, owner: str) -> torch.Tensor:
+    """dY [rows,N] of every rank's rows, leased."""
+    shape = (rows, part.shape[1])
+    whole = runtime.arena.lease(shape, part.dtype, part.device, "gathered", f"{owner} (dY)")
+    all_gather(part, whole, group, owner)
+    return whole
+
+
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, partial: torch.Tensor, runtime: Runtime, group: AxisGroup, owner: str, wide: bool
     ) -> torch.Tensor:
-        rows, width = partial.shape
-        ctx.runtime, ctx.group, ctx.owner, ctx.rows = runtime, group, owner, rows
-        start, stop = chunk(rows, group.size, group.index)
-        part = partial.new_empty(stop - start, width)
-        reduce_scatter(partial, part, group, owner, wide)
-        runtime.arena.end(partial)
-        return part
+        ctx.runtime, ctx.group, ctx.owner, ctx.rows = runtime, group, owner, partial.shape[0]
+        return reduce_rows(partial, runtime, group, "sharded", owner, wide)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (grad,) = grads
         # The node that made the partial sums ends this lease when its products are done.
-        whole = ctx.runtime.arena.lease(
-            (ctx.rows, grad.shape[1]), grad.dtype, grad.device, "gathered", f"{ctx.owner} (dY)"
-        )
-        all_gather(grad, whole, ctx.group, ctx.owner)
-        return whole, None, None, None, None
+        return gather_rows(grad, ctx.rows, ctx.runtime, ctx.group, ctx.owner), None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -47,10 +63,8 @@ class _AllReduce(torch.autograd.Function):
     def forward(
         ctx: Any, partial: torch.Tensor, runtime: Runtime, group: AxisGroup, owner: str, wide: bool
     ) -> torch.Tensor:
-        all_reduce(partial, group, owner, wide)
-        runtime.arena.give(partial)
         ctx.mark_dirty(partial)
-        return partial
+        return reduce_rows(partial, runtime, group, "replicated", owner, wide)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:

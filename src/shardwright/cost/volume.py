@@ -142,19 +142,27 @@ def _saved(p: _Product) -> int:
 
 
 def _transient_forward(p: _Product) -> int:
-    """X gathered (a, or a ring's pieces) beside Σc_i; then, X gone unless kept, each reduction of a Y_i."""
+    """X gathered (a, or a ring's pieces) beside Σc_i; then, X gone unless kept, each reduction of a Y_i.
+
+    A deferred product has no c_i, but sums that travel. (Its stand-ins own an element where there is no X, in backward
+    where there is no dY_i, to stand on.)
+    """
     if p.defers:
         most = spare = 0
         for out in p.outs:
             two, after = p.running_sum(p.reduce_y, out.row)
             most = max(most, spare + two + after)  # the room of the sum before goes when this one has its own
             spare = after
-        return most + len(p.outs) * p.element  # the stand-ins
+        return most + (0 if p.x else len(p.outs) * p.element)
     gathered = p.carousel(p.x_row) if p.travels else p.whole_x if p.gather_x.size > 1 else 0
     left = sum(p.c(out) for out in p.outs) if p.scatters else 0
     most, kept = gathered + left, gathered if p.keeps else 0
     for out in p.outs:
-        scratch = p.scatter_scratch(p.own_y(out), p.c(out), p.reduce_y) if p.scatters else p.reduce_scratch(p.c(out), p.reduce_y)
+        scratch = (
+            p.scatter_scratch(p.own_y(out), p.c(out), p.reduce_y)
+            if p.scatters
+            else p.reduce_scratch(p.c(out), p.reduce_y)
+        )
         most = max(most, kept + left + scratch)
         left -= p.c(out) if p.scatters else 0
     return most
@@ -170,13 +178,17 @@ def _transient_backward(p: _Product) -> int:
         return 0
     if p.defers:
         grads = (p.carousel(out.row) if p.ring else p.c(out) for out in p.outs)
-        return sum(grads) + len(p.outs) * p.element
+        return sum(grads) + sum(p.element for out in p.outs if not p.own_y(out))
     always = sum(p.c(out) for out in p.outs) if p.scatters else 0
     if p.gather_x.size > 1 and p.trains_w:
         always += p.carousel(p.x_row) if p.travels else p.whole_x
     dx, meanwhile = 0, 0
     if p.needs_x and p.gather_x.size > 1:
-        dx = sum(p.running_sum(p.gather_x, p.x_row)) if p.ring else p.whole_x + p.scatter_scratch(p.x, p.whole_x, p.gather_x)
+        dx = (
+            sum(p.running_sum(p.gather_x, p.x_row))
+            if p.ring
+            else p.whole_x + p.scatter_scratch(p.x, p.whole_x, p.gather_x)
+        )
         meanwhile = 0 if p.layout.overlap == "blocking" else dx
     elif p.needs_x:
         dx = p.reduce_scratch(p.whole_x, p.reduce_dx)

@@ -69,10 +69,10 @@ def backward(
         return asynchronous.backward(product, grads, kept, rows, weights, needs_x, into, held)
     group, chunks = product.gather_x, chunks_of(product)
     dx, total, carousel = None, None, None
-    if needs_x and any(grad is not None for grad in grads):
+    present = [grad for grad in grads if grad is not None]
+    if needs_x and present:
         start, stop = chunk(rows, group.size, group.index)
-        grad = next(grad for grad in grads if grad is not None)
-        dx = grad.new_empty(stop - start, weights[0].shape[1])
+        dx = present[0].new_empty(stop - start, weights[0].shape[1])
 
         def share(piece: Piece, out: torch.Tensor) -> None:
             pieces.input_gradient(blocking.rows_of(grads, piece), weights, out)
@@ -81,13 +81,9 @@ def backward(
     if kept is not None and not product.keep_gathered:
         carousel = Carousel(kept, rows, product, group, chunks, MODE, "X")
     for piece in pieces.cut_tokens(rows, group, chunks):
-        x: torch.Tensor | None = None
-        if carousel is not None:
-            x = carousel.take()
-        elif kept is not None:
-            x = kept[piece.rows]
+        taken = carousel.take() if carousel is not None else None if kept is None else kept[piece.rows]
         if into is not None:
-            into.add(blocking.rows_of(grads, piece), x)
+            into.add(blocking.rows_of(grads, piece), taken)
         if total is not None:
             total.step()
         if carousel is not None:
@@ -97,9 +93,8 @@ def backward(
             travelling.end()
     if into is not None:
         into.finish()
-    for grad in grads:
-        if grad is not None:
-            product.runtime.arena.end(grad)
+    for grad in present:
+        product.runtime.arena.end(grad)
     return dx
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwright.comm import reduce_output
-from shardwright.linear import asynchronous, blocking, ring
+from shardwright.linear import asynchronous, blocking, compiled, ring
 from shardwright.linear.pieces import Deposit, WeightGradients
 from shardwright.linear.product import Product
 from shardwright.params import StoredParameter, Use
@@ -31,7 +31,7 @@ class _SiteNode(torch.autograd.Function):
     def forward(
         ctx: Any, site: SiteProduct, call: _Call, x: torch.Tensor, *parameters: Any
     ) -> tuple[torch.Tensor, ...]:
-        mode, product = _MODES[site.product.layout.overlap], site.product
+        mode, product = site.mode, site.product
         wanted = ctx.needs_input_grad[3:]
         keep = any(wanted[: len(site.weights)])
         ctx.site, ctx.call, ctx.mode, ctx.deposits = site, call, mode, any(wanted)
@@ -53,13 +53,7 @@ class _SiteNode(torch.autograd.Function):
         kept, *weights = ctx.saved_tensors
         needs_x = ctx.needs_input_grad[2]
         weights = weights or [None] * len(grads)
-        into = None
-        if ctx.deposits:
-            wanted = [
-                (weight.parameter.requires_grad, bias is not None and bias.parameter.requires_grad)
-                for weight, bias in zip(site.weights, site.inner_biases, strict=True)
-            ]
-            into = WeightGradients(wanted, site.transposed, site.depositor(call.uses))
+        into = site.weight_gradients(call.uses) if ctx.deposits else None
         if site.product.defers:
             shards = [None if grad is None else call.shards.pop(index) for index, grad in enumerate(grads)]
             dx = ctx.mode.gathered_backward(site.product, shards, kept, call.rows, weights, needs_x, into)
@@ -80,7 +74,7 @@ class _Reduced(torch.autograd.Function):
         x, weights = inputs
         ctx.call, ctx.widths = call, [weight.shape[0] for weight in weights]
         ctx.set_materialize_grads(False)
-        return tuple(_MODES[site.product.layout.overlap].reduced(site.product, x, weights))
+        return tuple(site.mode.reduced(site.product, x, weights))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -147,6 +141,9 @@ class SiteProduct:
         self.transposed = transposed
         self.tokens: int | None = None  # T of the forward at work, where the model tells it
         self.inner_biases, self.outer_biases = (none, biases) if product.reduce_y.size > 1 else (biases, none)
+        self.mode: Any = _MODES[product.layout.overlap]
+        self.number = compiled.number_of(self)
+        self.anchor = torch.zeros(0, requires_grad=True)
         self._key: object = None
         self._ready: dict[int, torch.Tensor] = {}
         self._held: dict[int, torch.Tensor] = {}
@@ -171,6 +168,9 @@ class SiteProduct:
         self._key, self._ready = None, {}
 
     def _compute(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
+        if torch.compiler.is_compiling():
+            results: list[torch.Tensor] = torch.ops.shardwright.site(x, self.anchor, self.number, rows)
+            return results[: len(self.weights)]
         inside = self.inner_biases
         uses = [(w.use(), b.use() if b is not None else None) for w, b in zip(self.weights, inside, strict=True)]
         parameters = [stored.parameter for stored in [*self.weights, *inside] if stored is not None]
@@ -187,6 +187,21 @@ class SiteProduct:
                 y = _AddBias.apply(y, bias.parameter, bias, bias.use())
             results.append(y)
         return results
+
+    @property
+    def widths(self) -> list[int]:
+        """N'_i of every linear."""
+        return [weight.shape[0] for weight in self.lease_weights()]
+
+    def weight_gradients(self, uses: list[tuple[Use | None, Use | None]]) -> WeightGradients | None:
+        """Where the gradients of this call's weights and inner biases go; None where none is wanted."""
+        wanted = [
+            (weight.parameter.requires_grad, bias is not None and bias.parameter.requires_grad)
+            for weight, bias in zip(self.weights, self.inner_biases, strict=True)
+        ]
+        if not any(weight or bias for weight, bias in wanted):
+            return None
+        return WeightGradients(wanted, self.transposed, self.depositor(uses))
 
     def depositor(self, uses: list[tuple[Use | None, Use | None]]) -> Deposit:
         """Hands dW_i and db_i to the store."""

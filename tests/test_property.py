@@ -1,0 +1,31 @@
+"""Random products equal dense float64: 500 draws of everything that a site's layout and use can be (fuzz.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import fuzz
+
+DRAWS = [fuzz.make(0, number) for number in range(500)]
+
+
+def test_the_draws_cover_what_they_should():
+    counts = fuzz.modes(DRAWS)
+    print("modes drawn: " + ", ".join(f"{mode} {count}" for mode, count in sorted(counts.items())))
+    assert all(counts[mode] >= 50 for mode in ("blocking", "async", "ring")), counts
+    for field in ("form", "tensor", "data", "save_x", "chunks", "reduce_dtype", "dtype", "recompute", "bias", "passes"):
+        assert min(Counter(getattr(draw, field) for draw in DRAWS).values()) >= 20, field
+    assert {len(draw.n) for draw in DRAWS} == {1, 2, 3}
+    assert {draw.tensor for draw in DRAWS} == {1, 2, 3, 4, 8}
+    assert sum(bool(draw.frozen) for draw in DRAWS) >= 100
+    assert sum(fuzz.twin(draw) is not None for draw in DRAWS) >= 20
+
+
+def test_a_draw_can_be_replayed():
+    for draw in DRAWS[:50]:
+        assert fuzz.Draw.from_json(draw.to_json()) == draw
+
+
+def test_random_products_equal_dense():
+    failures = [outcome.failure for outcome in fuzz.run(DRAWS) if outcome.failure]
+    assert not failures, f"{len(failures)} of {len(DRAWS)} draws:\n" + "\n".join(failures[:5])
