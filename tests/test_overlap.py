@@ -334,3 +334,37 @@ def post_norm(mode):
 def test_a14_a_reduction_that_the_replay_needs_is_made(mode):
     for kinds, same in on_ranks(2, post_norm, mode):
         assert kinds == [2, 3] and same
+
+
+def adapter(mode):
+    """A frozen projection and a trainable LoRA A on the same input: one gather, and the shard is all that is saved."""
+    mesh = dense.mesh_of(tensor=4)
+    linears = [
+        torch.nn.Linear(K, N, bias=False, dtype=torch.float64),
+        torch.nn.Linear(K, 8, bias=False, dtype=torch.float64),
+    ]
+    for seed, linear in enumerate(linears):
+        with torch.no_grad():
+            linear.weight.copy_(dense.random(*linear.weight.shape, seed=seed))
+    linears[0].weight.requires_grad_(False)
+    frozen, lora = sw.GridLinear.siblings(linears, change(COLUMN, overlap=mode), mesh)
+    holder = torch.nn.ModuleList([frozen, lora])
+    x = dense.part(dense.random(T, K, seed=5), mesh, frozen.input_placements).requires_grad_()
+    ups = [dense.random(T, width, seed=6) for width in (N, 8)]
+    with sw.record(holder) as trace:
+        ys = [frozen(x), lora(x)]
+        torch.autograd.backward(ys, [dense.part(up, mesh, frozen.output_placements) for up in ups])
+    dx = ups[0] @ linears[0].weight.detach() + ups[1] @ linears[1].weight.detach()
+    worst = max(
+        dense.error(x.grad, dense.part(dx, mesh, frozen.input_placements)),
+        dense.error(lora.weight.grad.full_tensor(), ups[1].t() @ dense.random(T, K, seed=5)),
+    )
+    return worst, trace.saved_bytes, frozen.weight.grad, [c.kind for c in trace.collectives]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_adapters_keep_shards_only(mode):
+    for worst, saved, none, kinds in on_ranks(4, adapter, mode):
+        assert worst <= 1e-11 and none is None
+        assert saved == T * K * 8 // 4
+        assert sorted(kinds) == ["all_gather", "all_gather", "reduce_scatter"]

@@ -48,6 +48,29 @@ def receive(tensor: torch.Tensor, peer: int, group: AxisGroup) -> dist.Work:
     return cast(dist.Work, dist.irecv(tensor, group.ranks[peer], group=group.process_group))
 
 
+def pass_along(outgoing: torch.Tensor | None, incoming: torch.Tensor | None, group: AxisGroup) -> list[dist.Work]:
+    """Starts sending to the next rank of the ring and receiving from the one before; None or empty is nothing.
+
+    NCCL runs what one rank issues in order, so there both are issued as one: two sends that wait for each other's
+    receive would never end.
+    """
+    n, me = group.size, group.index
+    moves = [
+        (dist.isend, outgoing, (me + 1) % n),
+        (dist.irecv, incoming, (me - 1) % n),
+    ]
+    wanted = [(kind, tensor, peer) for kind, tensor, peer in moves if tensor is not None and tensor.numel()]
+    if group.backend == "nccl" and wanted:
+        operations = [
+            dist.P2POp(kind, tensor, group.ranks[peer], group=group.process_group) for kind, tensor, peer in wanted
+        ]
+        return dist.batch_isend_irecv(operations)
+    return [
+        send(tensor, peer, group) if kind is dist.isend else receive(tensor, peer, group)
+        for kind, tensor, peer in wanted
+    ]
+
+
 def places(whole: torch.Tensor, group: AxisGroup) -> list[torch.Tensor]:
     """The part of each rank, as views of the whole."""
     bounds = [chunk(whole.shape[0], group.size, index) for index in range(group.size)]

@@ -32,7 +32,7 @@ from shardwright.site import Linear, Site
 
 @dataclass(frozen=True)
 class Move:
-    """One logical collective, as ``trace.collectives`` logs it: bytes of the full tensor, bytes that this rank sends."""
+    """One logical collective, as ``trace.collectives`` logs it; size: bytes of the full tensor, sent: by this rank."""
 
     kind: str
     axes: tuple[str, ...]
@@ -99,7 +99,7 @@ def site_volume(
 
 def _moves_forward(p: _Product) -> Moves:
     """X gathered: a. Each Y_i reduce-scattered or all-reduced: c_i. (linear/site_product.py)"""
-    moves = p.gather_x.gather(p.whole_x, p.x, p.travels and p.next_x)
+    moves = p.gather_x.gather(p.whole_x, p.x, p.next_rows * p.x_row if p.travels else None)
     for out in p.outs:
         moves += p.reduce_y.scatter(p.c(out), p.own_y(out)) if p.scatters else p.reduce_y.reduce(p.c(out))
     return moves
@@ -107,19 +107,18 @@ def _moves_forward(p: _Product) -> Moves:
 
 def _moves_backward(p: _Product) -> Moves:
     """db_i where b follows the reduction; dY_i gathered: c_i; X gathered again: a; dX: a; dW_i, and other db_i."""
-    node = p.needs_x or p.trains_w or any(out.trains_b for out in p.outs if not p.outer)
     after, gathers, moves = Moves(), Moves(), Moves()
     for out in reversed(p.outs):
         if p.outer and out.trains_b:
             after += out.over_b.reduce(out.db)
-        if p.scatters and node and not p.defers:
+        if p.scatters and p.differentiates and not p.defers:
             after += p.reduce_y.gather(p.c(out), p.own_y(out))
-    if p.defers and node:
+    if p.defers and p.differentiates:
         for out in p.outs:
-            gathers += p.reduce_y.gather(p.c(out), p.own_y(out), p.ring and p.next_rows * out.row)
+            gathers += p.reduce_y.gather(p.c(out), p.own_y(out), p.next_rows * out.row if p.ring else None)
     again = Moves()
     if p.trains_w and not p.keeps:
-        again = p.gather_x.gather(p.whole_x, p.x, p.travels and p.next_x)
+        again = p.gather_x.gather(p.whole_x, p.x, p.next_rows * p.x_row if p.travels else None)
     if p.needs_x:
         moves = p.gather_x.scatter(p.whole_x, p.x) + p.reduce_dx.reduce(p.whole_x)
     moves = moves + again if p.travels else again + moves  # the ring lets the sum of dX start first
@@ -173,8 +172,7 @@ def _transient_backward(p: _Product) -> int:
 
     Beside them, or after dX where the mode is blocking: what accumulates for the store, and a piece's share of a db_i.
     """
-    node = p.needs_x or p.trains_w or any(out.trains_b for out in p.outs if not p.outer)
-    if not node:
+    if not p.differentiates:
         return 0
     if p.defers:
         grads = (p.carousel(out.row) if p.ring else p.c(out) for out in p.outs)
@@ -245,9 +243,9 @@ class _Group:
         start, stop = chunk(rows, self.size, (self.index + ahead) % self.size)
         return stop - start
 
-    def gather(self, whole: int, own: int, following: int | bool = False) -> Moves:
-        """An all-gather of ``whole`` bytes, ``own`` of them from here; following: the next rank's, where it is a ring."""
-        sent = own * (self.size - 1) if following is False else whole - following
+    def gather(self, whole: int, own: int, following: int | None = None) -> Moves:
+        """An all-gather of ``whole`` bytes, ``own`` of them from here; following: the next rank's part, in a ring."""
+        sent = own * (self.size - 1) if following is None else whole - following
         return self._move("all_gather", whole, sent)
 
     def scatter(self, whole: int, own: int) -> Moves:
@@ -369,6 +367,11 @@ class _Product:
         return any(out.trains_w for out in self.outs)
 
     @property
+    def differentiates(self) -> bool:
+        """The site's node runs in backward."""
+        return self.needs_x or self.trains_w or (not self.outer and any(out.trains_b for out in self.outs))
+
+    @property
     def keeps(self) -> bool:
         """Backward keeps the gathered X."""
         return self.layout.save_x == "gathered" and self.trains_w
@@ -409,11 +412,6 @@ class _Product:
         """The next rank's part of T."""
         return self.tokens.part(self.rows, 1)
 
-    @property
-    def next_x(self) -> int:
-        """The next rank's A."""
-        return self.next_rows * self.x_row
-
     # pieces (linear/pieces.py, linear/carousel.py)
 
     @property
@@ -428,7 +426,8 @@ class _Product:
 
     @property
     def _largest(self) -> int:
-        return -(-(-(-self.rows // self.tokens.size)) // self.chunks)
+        _, part = chunk(self.rows, self.tokens.size, 0)
+        return chunk(part, self.chunks, 0)[1]
 
     def carousel(self, row: int) -> int:
         """Buffers for pieces of ``row`` bytes a row that come by: two, or one where only one ever comes."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwright import trace
 from shardwright.comm import AxisGroup
-from shardwright.comm.exchange import log, receive, send
+from shardwright.comm.exchange import log, pass_along
 from shardwright.linear.pieces import Piece, WeightGradients, cut_tokens, input_gradient
 from shardwright.linear.product import Product
 from shardwright.mesh import chunk
@@ -47,12 +47,9 @@ class Carousel:
         """The rows of ``turns[turn]`` [r,width]; they travel on and the next ones come in meanwhile."""
         n, me, turn = self.group.size, self.group.index, self._turn
         rows = self._rows(turn)
-        if self.turns[turn].peer != (me + 1) % n and len(rows):  # the next rank began with its own piece
-            self._works.append(send(rows, (me + 1) % n, self.group))
-        if turn + 1 < len(self.turns) and self.turns[turn + 1].peer != me:
-            coming = self._rows(turn + 1)
-            if len(coming):
-                self._works.append(receive(coming, (me - 1) % n, self.group))
+        outgoing = rows if self.turns[turn].peer != (me + 1) % n else None  # the next rank began with its own piece
+        more = turn + 1 < len(self.turns) and self.turns[turn + 1].peer != me
+        self._works += pass_along(outgoing, self._rows(turn + 1) if more else None, self.group)
         self._turn += 1
         return rows
 
@@ -134,12 +131,9 @@ class RunningSum:
                 total.add_(room)
         self._turn += 1
         if piece.peer != me:
-            if size:
-                self._works.append(send(total, (me + 1) % n, self.group))
             following = self.turns[turn + 1]
             coming = self._buffers[(turn + 1) % 2][: following.stop - following.start]
-            if len(coming):
-                self._works.append(receive(coming, (me - 1) % n, self.group))
+            self._works += pass_along(total, coming, self.group)
 
     def _room(self, turn: int, size: int) -> torch.Tensor:
         own = self.turns[turn - turn % self.group.size + self.group.size - 1]

@@ -1,0 +1,44 @@
+"""The same step on a CUDA device, by NCCL, on one rank (conftest leaves these out where there is none)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwright as sw
+import tiny
+from ranks import on_ranks
+from shardwright import models
+from shardwright.comm import Arena
+
+
+def on_device(device: str, layout: str, steps: int) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    plan = tiny.plan_of({"data": 1, "tensor": 1}, layout, backend="nccl" if device == "cuda" else "gloo")
+    mesh = init_device_mesh(device, (1, 1), mesh_dim_names=("data", "tensor"))
+    model = sw.parallelize(models.build_meta(models.load_config(tiny.config_path()), plan.dtype), mesh, plan)
+    step = sw.TrainStep(model, mesh, plan)
+    batches = [[(ids.to(device), labels.to(device)) for ids, labels in micro] for micro in tiny.batches(plan, steps)]
+    return [step(micro).item() for micro in batches]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["sequence-parallel", "sequence-parallel-async", "sequence-parallel-ring"])
+def test_a_cuda_step_is_a_cpu_step(layout):
+    (cpu,), (cuda,) = (on_ranks(1, on_device, device, layout, 5) for device in ("cpu", "cuda"))
+    assert cuda[0] == pytest.approx(cpu[0], rel=1e-4)
+
+
+def lease_and_release() -> list[int]:
+    arena, device = Arena(), torch.device("cuda")
+    before = torch.cuda.memory_allocated()
+    tensor = arena.lease((1024, 1024), torch.float32, device, "gathered", "x")
+    held = torch.cuda.memory_allocated() - before
+    arena.end(tensor)
+    return [held, torch.cuda.memory_allocated() - before]
+
+
+@pytest.mark.gpu
+def test_released_leases_come_free_on_the_device():
+    assert on_ranks(1, lease_and_release) == [[4 * 2**20, 0]]
