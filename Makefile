@@ -1,4 +1,6 @@
 # make demo: the whole job on this machine.  make test: every test.  make lint, make types: what CI checks besides.
+# make bench-linear: step time, hidden communication and memory over slow links (as root; docs/benchmarks.md).
+# make fuzz: FUZZ random products on real ranks against dense float64.
 # Each target makes the virtual environment it needs; it is installed again only when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -7,14 +9,22 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
+FUZZ ?= 10000
 
-.PHONY: demo test lint types
+.PHONY: demo test fuzz lint types bench-linear
 
 demo: $(VENV)/installed
 	$(BIN)/shardwright demo $(DEMO_ARGS)
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+fuzz: $(VENV)/installed-test
+	$(BIN)/python tests/fuzz.py --draws $(FUZZ)
+
+bench-linear: $(VENV)/installed-bench
+	$(BIN)/python bench/linear.py $(BENCH_ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/python -m ruff check .
@@ -40,3 +50,8 @@ $(VENV)/installed-test: pyproject.toml $(VENV)/installed-torch
 $(VENV)/installed-dev: pyproject.toml $(VENV)/installed-torch
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/installed-test $(VENV)/installed
+
+# megatron-core is a peer to measure against; what it needs for its linears is here already.
+$(VENV)/installed-bench: $(VENV)/installed
+	$(PIP) --no-deps megatron-core==0.16.1
+	touch $@

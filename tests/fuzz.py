@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import dense
+import ranks
 import shardwright as sw
 from ranks import on_ranks
 from shardwright.layout import CHOICES
@@ -412,9 +413,12 @@ def run(draws: Sequence[Draw]) -> Iterator[Outcome]:
 def _together(batch: Sequence[Draw]) -> Iterator[Outcome]:
     try:
         answers = on_ranks(batch[0].world, check, batch)
-    except AssertionError as error:
+    except (AssertionError, RuntimeError, EOFError) as error:  # the last two: a rank died
+        ranks._drop(batch[0].world)
         if len(batch) == 1:
-            yield Outcome(batch[0], raised=str(error))
+            yield Outcome(
+                batch[0], raised=str(error) if replay(batch[0]) in str(error) else f"{replay(batch[0])}\n{error!r}"
+            )
         else:
             for draw in batch:
                 yield from _together([draw])

@@ -10,6 +10,7 @@ import atexit
 import gc
 import multiprocessing
 import os
+import shutil
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -44,7 +45,9 @@ def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
 def _pool(world: int) -> list[tuple[Any, Any]]:
     if world not in _POOLS:
         context = multiprocessing.get_context("fork")
-        store = tempfile.mktemp(prefix="ranks")
+        directory = tempfile.mkdtemp(prefix="ranks")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        store = f"{directory}/store"
         pool = []
         for rank in range(world):
             here, there = context.Pipe()

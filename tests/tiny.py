@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -41,7 +43,9 @@ def config_path(**changes) -> Path:
 
 def write_config(fields: dict) -> Path:
     """A config.json of these fields."""
-    path = Path(tempfile.mkdtemp(prefix="tiny")) / "config.json"
+    directory = tempfile.mkdtemp(prefix="tiny")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    path = Path(directory) / "config.json"
     path.write_text(json.dumps(fields))
     return path
 
