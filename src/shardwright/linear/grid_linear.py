@@ -103,7 +103,7 @@ class GridLinear(nn.Linear):
                 f"{self.site.product.name}: found an input of {local.shape[-1]} features; allowed: {width} "
                 f"(the local part of in_features = {self.in_features})"
             )
-        rows = local if local.dim() == 2 else local.reshape(-1, width)
+        rows = local if local.dim() == 2 else local.flatten(0, -2)
         if isinstance(x, Carrier):
             tokens = x.rows
         elif tokens is None:

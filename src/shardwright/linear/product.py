@@ -46,18 +46,20 @@ class Product:
         check_supported(layout, runtime.sizes, name)
         gather_x, reduce_y = runtime.group(layout.axes_where("x", "sharded")), runtime.group(layout.k)
         scatters = reduce_y.size > 1 and layout.word("y", layout.k[0]) == "sharded"
+        reduce_dx = runtime.group(layout.axes_where("x", "replicated"))
         wide = layout.reduce_dtype == "float32"
+        alone = gather_x.size == 1 and reduce_dx.size == 1  # k is split and n is not
         return cls(
             name=name,
             layout=layout,
             runtime=runtime,
             gather_x=gather_x,
-            reduce_dx=runtime.group(layout.axes_where("x", "replicated")),
+            reduce_dx=reduce_dx,
             reduce_y=reduce_y,
             y_word=layout.word("y", layout.k[0]) if layout.k else "replicated",
             keep_gathered=layout.save_x == "gathered",
             tokens_group=gather_x if gather_x.size > 1 else reduce_y if scatters else runtime.group(()),
-            defers=layout.overlap != "blocking" and scatters and gather_x.size == 1 and not wide,
+            defers=layout.overlap != "blocking" and scatters and alone and not wide,
             wide=wide,
         )
 
