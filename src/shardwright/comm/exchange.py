@@ -56,8 +56,8 @@ def pass_along(outgoing: torch.Tensor | None, incoming: torch.Tensor | None, gro
     """
     n, me = group.size, group.index
     moves = [
-        (dist.isend, outgoing, (me + 1) % n),
         (dist.irecv, incoming, (me - 1) % n),
+        (dist.isend, outgoing, (me + 1) % n),
     ]
     wanted = [(kind, tensor, peer) for kind, tensor, peer in moves if tensor is not None and tensor.numel()]
     if group.backend == "nccl" and wanted:
@@ -105,10 +105,10 @@ class Gathering:
             self._all = cast(dist.Work, work)
             return
         peers = [(group.index + step) % group.size for step in range(1, group.size)]
-        self._sends = [send(self._part, peer, group) for peer in peers if part.numel()]
         for peer in reversed(peers):
             if self._places[peer].numel():
                 self._arrivals[peer] = receive(self._places[peer], peer, group)
+        self._sends = [send(self._part, peer, group) for peer in peers if part.numel()]
         mine.copy_(self._part)
 
     def wait(self, peer: int) -> None:
@@ -160,7 +160,6 @@ class Scattering:
             return
         n, me = group.size, group.index
         peers = [(me - s) % n for s in range(1, n)]
-        self._sends = [send(self._places[peer], peer, group) for peer in peers if self._places[peer].numel()]
         self._sources = [(me + s) % n for s in range(1, n)] if part.numel() else []
         self._total = part
         if self._wide:
@@ -174,6 +173,7 @@ class Scattering:
         for source in self._sources[: len(free)]:
             buffer = free.pop(0)
             self._arrivals.append((receive(buffer, source, group), buffer))
+        self._sends = [send(self._places[peer], peer, group) for peer in peers if self._places[peer].numel()]
 
     def _on_nccl(self) -> dist.Work:
         group = self.group

@@ -1,0 +1,271 @@
+"""How long one MLP step takes over slow links, how much of the communication is hidden, and what memory it costs.
+
+    python bench/linear.py [--quick] [--hosts-by-ranks 2x1 2x2] [--rates 0.4 1 4] [--rounds 7] [--chunks N]
+
+As root, on Linux with iproute2: bench/netlab.sh starts this file once more as each rank. Every variant is first checked
+against the dense MLP (dX and both dW) and recorded for its memory; then the variants take turns, round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from table import DISTURBED, markdown
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from variants import Task, Variant, every_variant, rows_of, settled
+
+import shardwright as sw
+from shardwright.mesh import chunk
+from shardwright.trace import note
+from shardwright.trace.events import Alloc, Free
+from shardwright.trace.recorder import Recorder, active
+
+HERE = Path(__file__).parent
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+RESIDENT = ("parameter", "buffer", "input", "gradient", "saved")
+TOLERANCE = 1e-3  # of gradients, relative to dense
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--hosts-by-ranks", nargs="+", default=["2x1", "2x2"], metavar="HxR")
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.4, 1.0, 4.0], help="Gbit/s that a host sends")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--chunks", type=int, default=0, help="pieces that overlapping modes cut a part into (0: theirs)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, 1 Gbit/s, 3 rounds")
+    parser.add_argument("--patience", type=float, default=60, help="seconds a row may wait for other programs to pause")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/linear.json"))
+    options = parser.parse_args()
+    if options.quick:
+        options.tokens, options.rates, options.rounds = options.tokens // 4, [1.0], 3
+    return options
+
+
+def main() -> int:
+    """Runs every row in its own namespaces, joins the results and prints the table."""
+    options = arguments()
+    results: dict[str, Any] = {
+        "task": {key: getattr(options, key) for key in ("tokens", "width", "hidden", "rounds", "chunks", "patience")},
+        "software": {"python": platform.python_version(), "torch": torch.__version__},
+        "groups": [],
+    }
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **quiet, "PYTHON": sys.executable}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.hosts_by_ranks:
+            hosts, ranks = name.split("x")
+            part = Path(folder, f"{name}.json")
+            given = [f"--{key}={value}" for key, value in results["task"].items()]
+            given += ["--rates", *map(str, options.rates), "--out", str(part)]
+            command = [HERE / "netlab.sh", hosts, ranks, f"{options.rates[0]}gbit", HERE / "linear.py", *given]
+            subprocess.run([str(word) for word in command], env=environment, check=True)
+            shape = {"hosts": int(hosts), "ranks": int(ranks), "cores": os.cpu_count()}
+            results["groups"].append({**shape, **json.loads(part.read_text())})
+    results["seconds"] = round(time.monotonic() - began)
+    write(options.out, results)
+    print(markdown(results))
+    return 0
+
+
+def write(path: Path, data: Any) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(json.dumps(data, indent=1))
+    draft.rename(path)
+
+
+# -- what each rank does ----------------------------------------------------------------------------------------------
+
+
+def work() -> None:
+    """Measures all variants at all rates; rank 0 writes what was found."""
+    options = arguments()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
+    task = Task.draw(options.tokens, options.width, options.hidden)
+    variants, missing = every_variant(task, mesh, options.chunks)
+    expected = dense_gradients(task)
+    found = [
+        {"name": v.name, "family": v.family, "saves": v.saves, **inspect(v, expected, mesh), "timed": {}}
+        for v in variants
+    ]
+    for rate in options.rates:
+        limit(rate)
+        patience = Patience(options.patience)
+        for step in range(options.rounds):
+            for place in turns(len(variants), step):
+                times = found[place]["timed"].setdefault(f"{rate:g}", {})
+                for key, value in measure(variants[place], patience).items():
+                    times.setdefault(key, []).append(value)
+    if dist.get_rank() == 0:
+        write(options.out, {"variants": found, "missing": missing})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def turns(count: int, step: int) -> list[int]:
+    """The order of one round: each begins one place later, so that no variant always follows the same pause."""
+    return [(place + step) % count for place in range(count)]
+
+
+def limit(rate: float) -> None:
+    """From now on this host sends at most ``rate`` Gbit/s."""
+    dist.barrier()
+    if os.environ["LOCAL_RANK"] == "0":
+        change = f"tc qdisc change dev eth0 root tbf rate {rate}gbit burst 256k latency 400ms"
+        subprocess.run(change.split(), check=True)
+    dist.barrier()
+
+
+def measure(variant: Variant, patience: Patience) -> dict[str, float]:
+    """One step while no other program runs; while patience lasts, a disturbed one is repeated in a quiet moment."""
+    while True:
+        began = time.monotonic()
+        found = one_step(variant)
+        if found["foreign"] <= DISTURBED or not patience.waits(time.monotonic() - began):
+            return found
+
+
+def one_step(variant: Variant) -> dict[str, float]:
+    """The slowest rank's wall time, the most processor time of a rank, bytes a rank put on the wire, and ``foreign``:
+    the share of all processors' time that went to other programs (the same on every rank).
+    """
+    variant.clear()
+    dist.barrier()
+    sent, busy = int(COUNTER.read_text()), busy_seconds()
+    processor, wall = time.process_time(), time.perf_counter()
+    variant.step()
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    dist.barrier()
+    busy, sent = busy_seconds() - busy, int(COUNTER.read_text()) - sent
+    worst = torch.tensor([wall, processor, sent / int(os.environ["LOCAL_WORLD_SIZE"]), busy], dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    own = torch.tensor([processor], dtype=torch.float64)
+    dist.all_reduce(own)
+    wall, processor, sent, busy = worst.tolist()
+    foreign = (busy - own.item()) / (wall * (os.cpu_count() or 1))
+    return {"ms": wall * 1e3, "processor_ms": processor * 1e3, "sent": sent, "foreign": foreign}
+
+
+def busy_seconds() -> float:
+    """What all processors have spent on programs since the machine started, and what a hypervisor took from them."""
+    user, nice, system, _, _, _, _, steal = (int(word) for word in Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+
+
+class Patience:
+    """Seconds that may go to waiting for other programs, all measurements together."""
+
+    def __init__(self, seconds: float):
+        self.left = seconds
+
+    def waits(self, lost: float) -> bool:
+        """Whether patience lasts after ``lost`` seconds; if so, returns in a quiet moment. Rank 0 decides."""
+        self.left -= lost
+        while self.left > 0 and dist.get_rank() == 0:
+            busy = busy_seconds()
+            time.sleep(0.5)
+            self.left -= 0.5
+            if busy_seconds() - busy < 0.5 * DISTURBED * (os.cpu_count() or 1):
+                break
+        left = torch.tensor([self.left])
+        dist.broadcast(left, src=0)
+        self.left = left.item()
+        return self.left > 0
+
+
+def dense_gradients(task: Task) -> list[torch.Tensor]:
+    """dX, dW, dW of the whole MLP."""
+    x = task.x.clone().requires_grad_()
+    wanted = [x, *task.dense.parameters()]
+    return list(torch.autograd.grad(task.dense(x), wanted, task.upstream))
+
+
+def inspect(variant: Variant, expected: list[torch.Tensor], mesh: DeviceMesh) -> dict[str, float]:
+    """How far dX and the dWs are from dense (relative), then one recorded step: its memory. The most of any rank."""
+    variant.step()
+    error = 0.0
+    if variant.family != "compute":
+        start, stop = chunk(expected[1].shape[0], mesh.size(), mesh.get_local_rank())
+        parts = [rows_of(expected[0], mesh), expected[1][start:stop], expected[2][:, start:stop]]
+        for part, gradient in zip(parts, variant.gradients(), strict=True):
+            error = max(error, float((gradient - part).norm() / part.norm()))
+    variant.clear()
+    variant.give_back()
+    with recorded(variant) as (trace, edges):
+        variant.step()
+    numbers = {"error": error, "peak": trace.peak_bytes, "saved": trace.saved_bytes}
+    numbers |= {"transient": most_alive(trace, set()), "buffers": most_alive(trace, edges)}
+    worst = torch.tensor(list(numbers.values()), dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if not worst[0] < TOLERANCE:
+        raise SystemExit(f"{variant.name}, {variant.saves}: found gradients {worst[0]:.1e} from dense")
+    return dict(zip(numbers, worst.tolist(), strict=True))
+
+
+@contextmanager
+def recorded(variant: Variant) -> Iterator[tuple[sw.Trace, set[int]]]:
+    """The trace of a step, and which of its storages are *edges*: what one layer hands to the next, either way."""
+    own, edges = Recorder._own, set[int]()
+
+    def own_arrived(self: Recorder, tensor: torch.Tensor, *rest: str) -> Any:
+        # torch wraps a tensor that is to arrive; the wrapper's storage is none
+        return own(self, tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor, *rest)
+
+    def edge(tensor: torch.Tensor) -> None:
+        edges.add(active()._own(tensor, "temporary", "", "").number)
+
+    def after(layer: nn.Module, args: Any, y: torch.Tensor) -> None:
+        edge(y)
+        y.register_hook(edge)
+
+    hooks = [layer.register_forward_hook(after) for layer in variant.module.children()]
+    hooks.append(variant.module.register_forward_hook(lambda module, args, y: note(settled(y), "input")))
+    hooks.append(variant.x.register_post_accumulate_grad_hook(lambda x: note(settled(x.grad), "gradient")))
+    with mock.patch.object(Recorder, "_own", own_arrived), sw.record(variant.module) as trace:
+        yield trace, edges
+    for hook in hooks:
+        hook.remove()
+
+
+def most_alive(trace: sw.Trace, edges: set[int]) -> int:
+    """The most bytes alive at once beyond parameters, gradients (dX too), saved tensors, X, Y, dY, and ``edges``."""
+    alive = most = 0
+    for event in trace.events:
+        if isinstance(event, Alloc | Free):
+            storage = trace.storages[event.storage]
+            if storage.category not in RESIDENT and event.storage not in edges:
+                alive += storage.bytes if isinstance(event, Alloc) else -storage.bytes
+                most = max(most, alive)
+    return most
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        work()
+    else:
+        sys.exit(main())
