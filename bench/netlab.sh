@@ -19,6 +19,7 @@ lab=swlab$$ # interface names have at most 15 characters
 
 take_down() {
   for ((host = 0; host < hosts; host++)); do
+    ip link del "$lab-$host" 2>/dev/null # a namespace, and its link, would live on until its last process ends
     ip netns del "$lab-$host" 2>/dev/null
   done
   ip link del "$lab" 2>/dev/null
