@@ -96,6 +96,9 @@ WORDS_X = "sharded, sharded-features, replicated"
 LAYOUT_KEYS = "m, n, k, x, w, y, save_x, save_w, overlap, chunks, reduce_dtype"
 PRESETS = ", ".join(presets)
 COUNT = "a whole number of at least 1"
+LEVELS = "replicate, optimizer, gradients, parameters"
+STORED = f"one of {LEVELS}, or a mapping with the keys level, axes, keep, reduce_dtype"
+AXES = "the mesh's axes (data, tensor)"
 QKV = "layouts.model.layers.*.qkv"
 
 # Old text → new text, then what the line must say: the key, the line of the file, what was found, what is allowed.
@@ -172,7 +175,26 @@ PLANS: list[Case] = [
         "3",
         f"one of {PRESETS}, or a mapping with the keys {LAYOUT_KEYS}",
     ),
-    ("'*': replicate", "'*': zero3", "params.*", 19, "'zero3', which is not available yet", "replicate"),
+    ("'*': replicate", "'*': zero3", "params.*", 19, "'zero3'", STORED),
+    ("'*': replicate", "'*': {level: zero3}", "params.*.level", 19, "'zero3'", LEVELS),
+    (
+        "'*': replicate",
+        "'*': {level: optimizer, keep: true}",
+        "params.*.keep",
+        19,
+        "true at level optimizer",
+        "level parameters",
+    ),
+    ("'*': replicate", "'*': {level: parameters, axes: [pipe]}", "params.*.axes", 19, "the axis 'pipe'", AXES),
+    ("seed: 0", "seed: 0\nin_flight: 0", "in_flight", 12, "0", COUNT),
+    (
+        "seed: 0",
+        "seed: 0\nmaster_dtype: fp32",
+        "master_dtype",
+        12,
+        "'fp32'",
+        "one of float32, bfloat16, float64, or null",
+    ),
     ("seed: 0", "seed: 0\nfallback: yes", "fallback", 12, "'yes'", "true or false"),
     ("recompute: {}", "recompute: {'*': full}", "recompute.*", 20, "'full', which is not available yet", "none, block"),
     ("[4096, 1024]", "[1024, 4096]", "arena.float32[1]", 22, "4096 after 1024", "slot sizes in bytes, largest first"),

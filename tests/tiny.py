@@ -75,7 +75,7 @@ def batches(plan: Plan, steps: int, place: int = 0) -> list[list[tuple[torch.Ten
 def build(plan: Plan, path: Path | None = None):
     """(model, mesh) of this rank."""
     mesh = dense.mesh_of(**plan.mesh)
-    model = models.build_meta(models.load_config(path or config_path()), plan.dtype)
+    model = models.build_meta(models.load_config(path or config_path()), plan.stored_dtype)
     return sw.parallelize(model, mesh, plan), mesh
 
 

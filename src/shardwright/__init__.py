@@ -20,6 +20,7 @@ _HOMES = {
     "Runtime": "shardwright.comm",
     "parallelize": "shardwright._parallelize",
     "rehearse": "shardwright._rehearse",
+    "shard": "shardwright.params.lending",
     "TrainStep": "shardwright.step",
     "VocabParallelLoss": "shardwright.layers",
     "InputError": "shardwright._errors",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,12 +35,14 @@ from shardwright.layers.loss import IGNORED
 from shardwright.layout import GridLayout
 from shardwright.linear import GridLinear, SiteProduct
 from shardwright.linear.carrier import Carrier, TokenShape, tokens_of
+from shardwright.linear.grid_linear import sharding_of
 from shardwright.linear.product import Product, names, weight_placements
 from shardwright.mesh import chunk
 from shardwright.models import Family, fallback, family_of, has_rule
-from shardwright.params import StoredParameter, cut_of, make_parameter
+from shardwright.params import ParameterStore, Schedule
 from shardwright.params.initial import Source, from_seed, from_values
 from shardwright.params.random import key_of
+from shardwright.sharding import Sharding
 from shardwright.site import Site, check_divides, check_edges
 
 TOKENS = "shardwright_tokens"
@@ -127,6 +130,7 @@ class _Conversion:
         self.model, self.mesh, self.runtime, self.family = model, mesh, runtime, family
         self.layouts, self.source, self.seed, self.plan = layouts, source, plan.seed, plan
         self.layout_of = {site.name: layout for site, layout in layouts.items()}
+        self.store = ParameterStore(mesh, self._sharding_of, self._unit_of, plan.in_flight)
         self.sites: dict[str, SiteProduct] = {}
         self.shape = TokenShape()
         stream = next(iter(layouts.values()))
@@ -157,31 +161,44 @@ class _Conversion:
         model.config._attn_implementation = attention.register()
         model.register_forward_pre_hook(_BeginForward(self.shape, self.sites[family.head]), with_kwargs=True)
         model.get_submodule(family.final_norm).register_forward_hook(_CarryOut(self.shape))
+        model.parameter_store = self.store
+        model.register_forward_hook(_EndForward(self.store.schedule), always_call=True)
         left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if left:
             raise InputError(f"model: found parameters that no rule of {family.model_type!r} covers: {', '.join(left)}")
         return model
+
+    def _unit_of(self, parameter: str) -> str:
+        """Units are blocks, and every module outside of them; a site whose layout shards W is a unit of its own."""
+        module = parameter.rpartition(".")[0]
+        for site, layout in self.layouts.items():
+            if layout.axes_where("w", "sharded") and any(linear.name == module for linear in site.linears):
+                return site.name
+        block = re.match(rf"{re.escape(self.family.blocks)}\.\d+(?=\.)", module)
+        return block.group() if block else module
+
+    def _sharding_of(self, unit: str) -> Sharding:
+        layout = self.layout_of.get(unit)
+        if layout is not None and layout.axes_where("w", "sharded"):
+            return sharding_of(layout)
+        return self.plan.sharding_for(unit)
 
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
         setattr(self.model.get_submodule(parent), child, module)
 
     def _stored(self, module: nn.Module, name: str, placements: Any, partial: tuple[str, ...], owner: str) -> Any:
-        """(the stored parameter, its cut) of ``module.name``; (None, None) where there is none."""
-        dense = getattr(module, name)
-        if dense is None:
+        """(the stored parameter, what this rank uses of it) of ``module.name``; (None, None) where there is none."""
+        if getattr(module, name) is None:
             return None, None
-        cut = cut_of(dense.shape, self.mesh, placements)
-        local = self.source(module, name, cut)
-        parameter = make_parameter(local, dense.shape, self.mesh, placements, dense.requires_grad)
-        return StoredParameter(parameter, self.runtime, partial, owner), cut
+        return self.store.place(self.source, module, name, f"{owner}.{name}", placements, partial, owner)
 
     def _whole(self) -> list[Replicate]:
         return [Replicate()] * self.mesh.ndim
 
     def _linears(self, site: Site, layout: GridLayout) -> None:
         dense = [self.model.get_submodule(linear.name) for linear in site.linears]
-        grids = GridLinear.siblings(dense, layout, self.mesh, site.name, self.source, site.linears)
+        grids = GridLinear.siblings(dense, layout, self.mesh, site.name, self.source, site.linears, self.store)
         for linear, grid in zip(site.linears, grids, strict=True):
             self._put(linear.name, grid)
         self.sites[site.name] = grids[0].site
@@ -326,6 +343,17 @@ class _BeginForward:
         self.shape.batch, self.shape.sequence = ids.shape
         self.head.tokens = ids.shape.numel()
         return args, {**kwargs, TOKENS: tuple(ids.shape)}
+
+
+class _EndForward:
+    """After the model: a forward without gradients leaves nothing gathered."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.schedule.rest()
 
 
 class _CarryIn:

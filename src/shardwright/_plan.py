@@ -24,6 +24,7 @@ from shardwright._errors import InputError
 from shardwright._files import STRICT, FieldError, Version1, check, read_yaml, write_yaml
 from shardwright.layout import CHOICES, OPERAND_WORDS, GridLayout, preset, presets
 from shardwright.mesh import world_size
+from shardwright.sharding import LEVELS, Sharding
 from shardwright.site import Site
 
 PHASES = ("forward", "loss", "backward", "step")
@@ -106,6 +107,44 @@ Layout = Annotated[
 ]
 
 
+class _Stored(BaseModel):
+    """How a unit's parameters are stored over mesh axes."""
+
+    model_config = STRICT
+
+    level: Literal["replicate", "optimizer", "gradients", "parameters"] = Field(
+        description="what is split over the axes: nothing, optimizer states, gradients too, or parameters too"
+    )
+    axes: Text | list[Text] | None = Field(
+        default=None, description="mesh axes over which storage is split; null: every data axis of the plan"
+    )
+    keep: bool = Field(default=False, description="level parameters: W stays gathered from a forward to its backward")
+    reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
+        default=None, description="element type in which gradients are added; null: that of the stored parameters"
+    )
+
+
+def _stored(value: Any) -> _Stored:
+    if isinstance(value, _Stored):
+        return value
+    return _Stored.model_validate({"level": value} if isinstance(value, str) else value)
+
+
+Stored = Annotated[
+    _Stored,
+    PlainValidator(
+        _stored, json_schema_input_type=Annotated[str, Field(json_schema_extra={"enum": list(LEVELS)})] | _Stored
+    ),
+    PlainSerializer(
+        lambda stored: (
+            stored.level
+            if stored.model_fields_set == {"level"}
+            else stored.model_dump(exclude_defaults=True) | {"level": stored.level}
+        )
+    ),
+]
+
+
 def _axes(layout: GridLayout | str, role: Literal["m", "axes"]) -> set[str]:
     """Axes that a layout uses (as m, or in any role); a preset is asked for both kinds of site."""
     if isinstance(layout, GridLayout):
@@ -160,6 +199,11 @@ class Predicted(BaseModel):
         return peak
 
 
+def names_of(mesh: Mapping[str, int]) -> str:
+    """The axes of a mesh, for a message."""
+    return "the mesh's axes (" + ", ".join(mesh) + ")"
+
+
 def _known(mapping: Mapping[str, Any], allowed: tuple[str, ...], what: str) -> None:
     for name in mapping:
         if name not in allowed:
@@ -199,10 +243,19 @@ class Plan(BaseModel):
     layouts: dict[str, Layout] = Field(
         min_length=1, description="pattern of site names → the name of a preset, or the fields of a GridLayout"
     )
-    params: dict[str, str] = Field(
-        default={"*": "replicate"},
-        description="pattern of unit names → how parameters are stored over the data axes",
-        json_schema_extra={"additionalProperties": {"type": "string", "enum": ["replicate"]}},
+    params: dict[str, Stored] = Field(
+        default={"*": _stored("replicate")},
+        description="pattern of unit names (blocks, and modules outside of them) → how parameters are stored over the "
+        "data axes: a level, or its fields",
+    )
+    in_flight: int = Field(
+        default=2,
+        ge=1,
+        description="how many units may be gathered at once: the one at work, and those on their way",
+        json_schema_extra={"x-allowed": "a whole number of at least 1"},
+    )
+    master_dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
+        default=None, description="element type in which parameters are stored and updated; null: dtype"
     )
     fallback: bool = Field(
         default=False,
@@ -233,13 +286,12 @@ class Plan(BaseModel):
                 raise FieldError((axis,), f"the axis name {axis!r}", "a name of letters, digits and _, such as data")
         return mesh
 
-    @field_validator("params", "recompute")
+    @field_validator("recompute")
     @classmethod
-    def _available(cls, choices: dict[str, str], info: ValidationInfo) -> dict[str, str]:
-        allowed = ("replicate",) if info.field_name == "params" else RECOMPUTE
+    def _available(cls, choices: dict[str, str]) -> dict[str, str]:
         for pattern, choice in choices.items():
-            if choice not in allowed:
-                raise FieldError((pattern,), f"{choice!r}, which is not available yet", ", ".join(allowed))
+            if choice not in RECOMPUTE:
+                raise FieldError((pattern,), f"{choice!r}, which is not available yet", ", ".join(RECOMPUTE))
         return choices
 
     @field_validator("arena")
@@ -257,7 +309,7 @@ class Plan(BaseModel):
     @model_validator(mode="after")
     def _axes_exist(self, info: ValidationInfo) -> Plan:
         for pattern, layout in self.layouts.items():
-            names = "the mesh's axes (" + ", ".join(self.mesh) + ")"
+            names = names_of(self.mesh)
             if isinstance(layout, str):
                 for axis in sorted(_axes(layout, "axes") - set(self.mesh)):
                     raise FieldError(("layouts", pattern), f"{layout}, which uses the axis {axis!r}", names)
@@ -266,6 +318,13 @@ class Plan(BaseModel):
                     for axis in getattr(layout, role):
                         if axis not in self.mesh:
                             raise FieldError(("layouts", pattern, role), f"the axis {axis!r}", names)
+        for pattern, stored in self.params.items():
+            axes = (stored.axes,) if isinstance(stored.axes, str) else stored.axes or ()
+            for axis in axes:
+                if axis not in self.mesh:
+                    raise FieldError(("params", pattern, "axes"), f"the axis {axis!r}", names_of(self.mesh))
+            if stored.keep and stored.level != "parameters":
+                raise FieldError(("params", pattern, "keep"), f"true at level {stored.level}", "level parameters")
         if info.context:
             self._directory = info.context["directory"]
         return self
@@ -352,6 +411,24 @@ class Plan(BaseModel):
     def recompute_for(self, block: str) -> str:
         """What backward computes again of the block of that name: the first pattern that matches, else ``none``."""
         return next((policy for pattern, policy in self.recompute.items() if fnmatchcase(block, pattern)), "none")
+
+    def sharding_for(self, unit: str) -> Sharding:
+        """How the unit's parameters are stored: as the first pattern that matches says, else whole."""
+        dtype = self.dtype if self.master_dtype not in (None, self.dtype) else None
+        for pattern, stored in self.params.items():
+            if fnmatchcase(unit, pattern) and stored.level != "replicate":
+                axes = (stored.axes,) if isinstance(stored.axes, str) else tuple(stored.axes or self.data_axes)
+                if not axes:
+                    break  # no axis splits data: nothing to split storage over
+                return Sharding(stored.level, axes, stored.keep, dtype, stored.reduce_dtype)
+            if fnmatchcase(unit, pattern):
+                return Sharding(dtype=dtype, reduce_dtype=stored.reduce_dtype)
+        return Sharding(dtype=dtype)
+
+    @property
+    def stored_dtype(self) -> str:
+        """Element type of the stored parameters."""
+        return self.master_dtype or self.dtype
 
     @property
     def world_size(self) -> int:

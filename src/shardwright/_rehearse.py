@@ -43,7 +43,7 @@ def rehearse(config: Any, plan: Plan, rank: int = 0, steps: int = 2, job: str = 
     if isinstance(config, (str, Path)):
         config = models.load_config(config)
     with stage(plan, rank) as mesh:
-        model = models.build_meta(config, plan.dtype)
+        model = models.build_meta(config, plan.stored_dtype)
         with FakeTensorMode():
             trace = JOBS[job](model, mesh, plan, steps)
         trace.arena = Runtime.of(mesh).arena.most

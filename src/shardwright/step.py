@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwright import trace
 from shardwright._plan import Plan
 from shardwright.comm import all_reduce
-from shardwright.params.shard import wrap
+from shardwright.params.placement import wrap
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -97,6 +98,10 @@ class TrainStep:
     ):
         self.model = model
         self.loss = model.loss_function.over_vocabulary
+        store = getattr(model, "parameter_store", None)  # a model without a rule table has none
+        self.accumulate: Callable[[], AbstractContextManager[None]] = (
+            store.schedule.accumulate if store is not None else nullcontext
+        )
         self.optimizer = FusedAdamW(model.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
 
     def __call__(self, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -115,7 +120,9 @@ class TrainStep:
                 if len(shares) == len(micro_batches):
                     total = torch.stack(shares).sum()
                     all_reduce(total, self.loss.tokens, "loss")
-            loss.backward()
+            # What is reduced once a step waits for the last micro-batch.
+            with nullcontext() if len(shares) == len(micro_batches) else self.accumulate():
+                loss.backward()
             del loss
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

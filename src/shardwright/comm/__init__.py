@@ -6,15 +6,19 @@ from shardwright.comm.exchange import Gathering, Scattering
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.reduction import reduce_output
 from shardwright.comm.runtime import Runtime
+from shardwright.comm.together import GatheringTogether, ReducingTogether, ScatteringTogether
 
 __all__ = [
     "Arena",
     "ArenaError",
     "AxisGroup",
     "Gathering",
+    "GatheringTogether",
     "Reducing",
+    "ReducingTogether",
     "Runtime",
     "Scattering",
+    "ScatteringTogether",
     "all_gather",
     "all_reduce",
     "reduce_output",

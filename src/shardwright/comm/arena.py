@@ -55,13 +55,24 @@ class Arena:
         self._admit(name, size, owner)
         tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
         trace.note(tensor, category)
+        self._enter(tensor, name, size, owner)
+        return tensor
+
+    def renew(self, tensor: torch.Tensor, category: str, owner: str) -> None:
+        """Leases memory anew for a tensor whose lease was ended, in the storage that its aliases share."""
+        name, size = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
+        self._admit(name, size, owner)
+        tensor.untyped_storage().resize_(size)
+        trace.renewed(tensor, category)
+        self._enter(tensor, name, size, owner)
+
+    def _enter(self, tensor: torch.Tensor, dtype: str, size: int, owner: str) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
         reference = weakref.ref(storage, lambda gone: self._forget(key, gone))
-        self._leases[key] = _Lease(owner, name, size, reference)
+        self._leases[key] = _Lease(owner, dtype, size, reference)
         if self.poison:
             self._spoil(tensor)
-        return tensor
 
     def _admit(self, dtype: str, size: int, owner: str) -> None:
         sizes = sorted([size, *(lease.size for lease in self._leases.values() if lease.dtype == dtype)], reverse=True)

@@ -141,8 +141,9 @@ class Scattering:
     """part ← this rank's part of the sum over ranks of whole[R], under way. The group has at least two ranks.
 
     Sums run in ring order, whatever the mode: the share of the next rank, of the one after it, …, the own one last; in
-    fp32 where ``wide``. Scratch on gloo: up to two parts for arrivals (none when n = 2); where ``wide`` one or two, and
-    one part in fp32.
+    fp32 where ``wide``, and in the part's dtype where that is another than the whole's. Scratch on gloo: up to two
+    parts for arrivals (none when n = 2); for a sum in another dtype than the whole's one or two, and one part in fp32
+    unless the part is so itself.
     ``advance()`` takes in one more arrival, ``finish()`` all. The whole is only read.
     """
 
@@ -153,7 +154,7 @@ class Scattering:
         self.group, self.module, self.mode = group, module, mode
         self._whole, self._part = whole.contiguous(), part
         self._places = places(self._whole, group)
-        self._wide = wide and part.dtype in (torch.bfloat16, torch.float16)
+        self._wide = part.dtype != whole.dtype or (wide and part.dtype in (torch.bfloat16, torch.float16))
         self._all: dist.Work | None = None
         if group.backend == "nccl":
             self._all = self._on_nccl()
@@ -163,8 +164,9 @@ class Scattering:
         self._sources = [(me + s) % n for s in range(1, n)] if part.numel() else []
         self._total = part
         if self._wide:
-            self._total = torch.zeros(part.shape, dtype=torch.float32, device=part.device)
-            self._scratch = [torch.empty_like(part) for _ in range(min(2, n - 1) if part.numel() else 0)]
+            self._total = self._new_total().zero_()
+            count = min(2, n - 1) if part.numel() else 0
+            self._scratch = [torch.empty_like(part, dtype=whole.dtype) for _ in range(count)]
         else:  # the first arrival lands in the result itself
             self._scratch = [torch.empty_like(part) for _ in range(min(2, n - 2) if part.numel() else 0)]
         self._taken = 0
@@ -175,10 +177,16 @@ class Scattering:
             self._arrivals.append((receive(buffer, source, group), buffer))
         self._sends = [send(self._places[peer], peer, group) for peer in peers if self._places[peer].numel()]
 
+    def _new_total(self) -> torch.Tensor:
+        """Where a wide sum is added up: the part itself, if it is wide enough."""
+        if self._part.dtype in (torch.bfloat16, torch.float16):
+            return torch.empty_like(self._part, dtype=torch.float32)
+        return self._part
+
     def _on_nccl(self) -> dist.Work:
         group = self.group
-        whole = self._whole.float() if self._wide else self._whole
-        self._total = torch.empty_like(self._part, dtype=torch.float32) if self._wide else self._part
+        self._total = self._new_total() if self._wide else self._part
+        whole = self._whole.to(self._total.dtype)
         if whole.shape[0] % group.size:
             work = dist.reduce_scatter(self._total, places(whole, group), group=group.process_group, async_op=True)
         else:
@@ -217,5 +225,5 @@ class Scattering:
                 sent.wait()
             self._sends = []
             self._scratch = []
-        if self._wide:
+        if self._total is not self._part:
             self._part.copy_(self._total)

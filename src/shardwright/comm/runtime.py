@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwright import trace
 from shardwright._errors import InputError
 from shardwright.comm.arena import Arena
 from shardwright.comm.groups import AxisGroup, Groups
@@ -22,6 +25,8 @@ class Runtime:
             backend = "gloo" if backend == "fake" else backend
         self.groups = Groups(mesh, backend)
         self.arena = Arena()
+        self._mesh = weakref.ref(mesh)
+        self._storage_meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     @staticmethod
     def of(mesh: DeviceMesh, backend: str | None = None) -> Runtime:
@@ -43,6 +48,33 @@ class Runtime:
     def group(self, axes: Sequence[str]) -> AxisGroup:
         """The group over ``axes``; no axes is a group of one."""
         return self.groups.along(axes)
+
+    def storage_mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """The mesh with ``axes`` (in mesh order) joined into its last one, over the same groups.
+
+        So storage is split after everything else, and each rank's shard is rows of what it uses. Axis names are joined
+        by "_". Where ``axes`` is the mesh's last axis already, it is the mesh itself.
+        """
+        mesh = self._mesh()
+        assert mesh is not None and mesh.mesh_dim_names is not None
+        if axes == mesh.mesh_dim_names[-1:]:
+            return mesh
+        if axes not in self._storage_meshes:
+            names = mesh.mesh_dim_names
+            others = [name for name in names if name not in axes]
+            joined = self.group(axes).process_group
+            groups = [mesh.get_group(name) for name in others]
+            groups.append(mesh.get_group(axes[0]) if joined is None else joined)
+            with unset_fake_temporarily(), trace.quiet():
+                order = [names.index(name) for name in (*others, *axes)]
+                ranks = mesh.mesh.permute(order).reshape(*(self.sizes[name] for name in others), -1)
+                self._storage_meshes[axes] = DeviceMesh.from_group(
+                    groups if len(groups) > 1 else groups[0],
+                    mesh.device_type,
+                    mesh=ranks,
+                    mesh_dim_names=(*others, "_".join(axes)),
+                )
+        return self._storage_meshes[axes]
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -67,7 +67,8 @@ class _Lookup(torch.autograd.Function):
         local.masked_fill_(nobody, -1)
         gradient = torch.ops.aten.embedding_dense_backward(dy, local, ctx.rows, -1, False)
         ctx.product.runtime.arena.end(dy)
-        ctx.stored.deposit(gradient, ctx.use)
+        ctx.stored.deposit(gradient)
+        ctx.stored.finish(ctx.use)
         return (None,) * 7
 
 
@@ -90,6 +91,10 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = stored.parameter
         self.stored, self.product = stored, product
         self.first_row, self.padding_idx, self.scale = first_row, padding_idx, scale
+
+    def stored_parameters(self) -> list[StoredParameter]:
+        """How the parameters are stored."""
+        return [self.stored]
 
     def forward(self, ids: torch.Tensor) -> Carrier:
         """ids [B,S] → a carrier [B,S,h]."""
@@ -115,7 +120,8 @@ class _PositionLookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (positions,) = ctx.saved_tensors
         gradient = torch.ops.aten.embedding_dense_backward(grads[0], positions, ctx.rows, -1, False)
-        ctx.stored.deposit(gradient, ctx.use)
+        ctx.stored.deposit(gradient)
+        ctx.stored.finish(ctx.use)
         return (None,) * 4
 
 
@@ -130,6 +136,10 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.weight = stored.parameter
         self.stored, self.split, self.shape = stored, split, shape
+
+    def stored_parameters(self) -> list[StoredParameter]:
+        """How the parameters are stored."""
+        return [self.stored]
 
     def forward(self, position_ids: torch.Tensor) -> Carrier:
         """position_ids [1,S] → a carrier [B,S,h]."""

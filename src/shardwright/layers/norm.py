@@ -36,7 +36,7 @@ class _Normalise(torch.autograd.Function):
         inverse = (length.square() / x.shape[-1] + eps).rsqrt()
         weight = stored.lease()
         ctx.stored, ctx.use, ctx.from_one = stored, use, from_one
-        ctx.save_for_backward(x, inverse, weight)
+        ctx.save_for_backward(x, inverse)
         unit = x * inverse
         if from_one:  # Gemma's rule: the product in wide precision, then the rounding
             return cast(torch.Tensor, unit.mul_(weight.to(wide) + 1).to(x.dtype))
@@ -45,16 +45,18 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (dy,) = grads
-        x, inverse, weight = ctx.saved_tensors
+        x, inverse = ctx.saved_tensors
+        weight = ctx.stored.lease(ctx.use)
         unit = x * inverse
         if ctx.needs_input_grad[1]:
-            ctx.stored.deposit((dy * unit).flatten(0, -2).sum(0).to(weight.dtype), ctx.use)
+            ctx.stored.deposit((dy * unit).flatten(0, -2).sum(0).to(weight.dtype))
         dx = None
         if ctx.needs_input_grad[0]:
             dx = dy * (weight.to(inverse.dtype) + 1 if ctx.from_one else weight.to(inverse.dtype))
             along = (dx * unit).mean(-1, keepdim=True)
             dx.sub_(unit.mul_(along)).mul_(inverse)
             dx = dx.to(x.dtype)
+        ctx.stored.finish(ctx.use)
         return dx, None, None, None, None, None
 
 
@@ -72,21 +74,25 @@ class _LayerNormalise(torch.autograd.Function):
         w, b = stored[0].lease(), stored[1].lease() if stored[1] is not None else None
         y, mean, inverse = torch.native_layer_norm(x, x.shape[-1:], w, b, eps)
         ctx.stored, ctx.uses = stored, uses
-        ctx.save_for_backward(x, mean, inverse, w, b)
+        ctx.save_for_backward(x, mean, inverse)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        x, mean, inverse, w, b = ctx.saved_tensors
+        x, mean, inverse = ctx.saved_tensors
+        (weight, bias), (of_weight, of_bias) = ctx.stored, ctx.uses
+        w, b = weight.lease(of_weight), bias.lease(of_bias) if bias is not None else None
         wanted = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[2] and b is not None)
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
             grads[0].contiguous(), x, x.shape[-1:], mean, inverse, w, b, wanted
         )
-        weight, bias = ctx.stored
         if wanted[1]:
-            weight.deposit(dw, ctx.uses[0])
+            weight.deposit(dw)
         if wanted[2]:
-            bias.deposit(db, ctx.uses[1])
+            bias.deposit(db)
+        weight.finish(of_weight)
+        if bias is not None:
+            bias.finish(of_bias)
         return dx, None, None, None, None, None
 
 
@@ -104,9 +110,15 @@ class GridRMSNorm(nn.Module):
         self.eps = eps
         self.from_one = from_one
 
+    def stored_parameters(self) -> list[StoredParameter]:
+        """How the parameters are stored."""
+        return [self.stored]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] → w · x / sqrt(mean x² + ε), in x's dtype."""
-        y: torch.Tensor = _Normalise.apply(x, self.weight, self.stored, self.stored.use(), self.eps, self.from_one)
+        y: torch.Tensor = _Normalise.apply(
+            x, self.weight, self.stored, self.stored.use(x.requires_grad), self.eps, self.from_one
+        )
         return y
 
 
@@ -120,9 +132,13 @@ class GridLayerNorm(nn.Module):
         self.stored = (weight, bias)
         self.eps = eps
 
+    def stored_parameters(self) -> list[StoredParameter]:
+        """How the parameters are stored."""
+        return [stored for stored in self.stored if stored is not None]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] → w · (x − mean) / sqrt(var + ε) + b, in x's dtype."""
         weight, bias = self.stored
-        uses = (weight.use(), bias.use() if bias is not None else None)
+        uses = (weight.use(x.requires_grad), bias.use(x.requires_grad) if bias is not None else None)
         y: torch.Tensor = _LayerNormalise.apply(x.contiguous(), self.weight, self.bias, self.stored, uses, self.eps)
         return y

@@ -71,7 +71,7 @@ def site_backward(
     product, weights = site.product, site.lease_weights()
     for grad, bias in zip(grads, site.outer_biases, strict=True):
         if bias is not None and bias.parameter.requires_grad:
-            bias.deposit(grad.sum(0), None)
+            bias.deposit(grad.sum(0))
     into = site.weight_gradients([(None, None)] * len(weights))
     grads = [grad.contiguous() for grad in grads]
     if product.defers:
@@ -80,6 +80,7 @@ def site_backward(
         if product.reduce_y.size > 1 and product.y_word == "sharded":
             grads = [gather_rows(g, rows, product.runtime, product.reduce_y, product.name) for g in grads]
         dx = site.mode.backward(product, grads, kept, rows, weights, needs_x, into, None)
+    site.finish([(None, None)] * len(weights))
     return (dx if dx is not None else kept.new_empty(0)), kept.new_empty(0)
 
 

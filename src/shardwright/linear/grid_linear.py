@@ -15,8 +15,9 @@ from shardwright.layout import GridLayout
 from shardwright.linear.carrier import Carrier, tokens_of
 from shardwright.linear.product import Product, activation_placements, bias_placements, weight_placements
 from shardwright.linear.site_product import SiteProduct
-from shardwright.params import StoredParameter, cut_of, make_parameter
+from shardwright.params import ParameterStore, StoredParameter
 from shardwright.params.initial import Source, from_values
+from shardwright.sharding import Sharding
 from shardwright.site import Linear
 
 
@@ -53,24 +54,27 @@ class GridLinear(nn.Linear):
         name: str = "site",
         source: Source = from_values,
         facts: Sequence[Linear] | None = None,
+        store: ParameterStore | None = None,
     ) -> list[GridLinear]:
         """The grid forms of linears that all take the same X: one gather, one saved shard, one reduction of dX.
 
         Call each of them with the same tensor object. source: where shards come from; by default cut from the dense
-        weights. facts: what must stay together when N is split (heads, fused parts), one a linear.
+        weights. facts: what must stay together when N is split (heads, fused parts), one a linear. store: where the
+        parameters are stored; by default the site is a unit of its own, stored as the layout's ``w`` says.
         """
         product = Product.of(name, layout, mesh)
         transposed = not isinstance(linears[0], nn.Linear)
         shapes = [cast(torch.Tensor, linear.weight).shape for linear in linears]
         sizes = [tuple(shape[::-1] if transposed else shape) for shape in shapes]
-        facts = facts or [Linear(name, n) for n, _ in sizes]
+        facts = facts or [Linear(f"{name}.{index}", n) for index, (n, _) in enumerate(sizes)]
+        store = store or ParameterStore(mesh, lambda _: sharding_of(layout), lambda _: name)
         grids, weights, biases = [], list[StoredParameter](), list[StoredParameter | None]()
         for index, (linear, fact) in enumerate(zip(linears, facts, strict=True)):
             grid = cls.__new__(cls)
             nn.Module.__init__(grid)
             grid.index, grid.layout, grid.mesh = index, layout, mesh
             grid.out_features, grid.in_features = sizes[index]
-            weight, bias = _store(grid, linear, fact, product, mesh, source, transposed)
+            weight, bias = _store(grid, linear, fact, product, store, source, transposed)
             weights.append(weight)
             biases.append(bias)
             grid.train(linear.training)
@@ -113,10 +117,16 @@ class GridLinear(nn.Linear):
             return y.view(*x.shape[:2], -1)
         return y if local.dim() == 2 else y.unsqueeze(0)
 
+    def stored_parameters(self) -> list[StoredParameter]:
+        """How the parameters are stored."""
+        site = self.site
+        both = (site.weights[self.index], (site.inner_biases[self.index] or site.outer_biases[self.index]))
+        return [stored for stored in both if stored is not None]
+
     @property
     def weight_width(self) -> int:
         """K_local: the input features that this rank's weight takes."""
-        return self.site.weights[self.index].lease().shape[0 if self.site.transposed else 1]
+        return self.site.weights[self.index].used_shape[0 if self.site.transposed else 1]
 
     def extra_repr(self) -> str:
         """The dense sizes and the layout."""
@@ -129,7 +139,7 @@ def _store(
     linear: nn.Module,
     fact: Linear,
     product: Product,
-    mesh: DeviceMesh,
+    store: ParameterStore,
     source: Source,
     transposed: bool,
 ) -> tuple[StoredParameter, StoredParameter | None]:
@@ -139,7 +149,7 @@ def _store(
     Units that several ranks share (key/value heads) are held whole by all; each reads the ones it needs, and their
     gradients are partial over the n axes too.
     """
-    layout, runtime = product.layout, product.runtime
+    layout, runtime, mesh = product.layout, product.runtime, store.mesh
     split = runtime.group(layout.n)
     shared = fact.sharable and split.size > 1 and fact.units % split.size != 0
     window, over_n = None, tuple[str, ...]()
@@ -154,15 +164,19 @@ def _store(
         ("weight", weight_placements(held, mesh, transposed, groups), layout.m + over_n),
         ("bias", bias_placements(held, mesh, groups), (layout.output_token_axes if layout.k else layout.m) + over_n),
     ):
-        dense = getattr(linear, name)
-        if dense is None:
+        if getattr(linear, name) is None:
             grid.register_parameter(name, None)
             found.append(None)
             continue
-        local = source(linear, name, cut_of(dense.shape, mesh, placements))
-        parameter = make_parameter(local, dense.shape, mesh, placements, dense.requires_grad)
-        grid.register_parameter(name, parameter)
-        found.append(StoredParameter(parameter, runtime, partial, product.name, window))
+        stored, _ = store.place(source, linear, name, f"{fact.name}.{name}", placements, partial, product.name, window)
+        grid.register_parameter(name, stored.parameter)
+        found.append(stored)
     weight, bias = found
     assert weight is not None
     return weight, bias
+
+
+def sharding_of(layout: GridLayout) -> Sharding:
+    """How W is stored over its missing role, as the layout says: gathered before use where it is sharded."""
+    axes = layout.axes_where("w", "sharded")
+    return Sharding("parameters", axes, keep=layout.save_w == "gathered") if axes else Sharding()

@@ -65,7 +65,7 @@ class Product:
 
 
 def check_supported(layout: GridLayout, sizes: Mapping[str, int], name: str) -> None:
-    """At most one axis a role, W whole on its m axes, and tokens split by m before any other axis."""
+    """At most one axis a role, and tokens split by m before any other axis."""
 
     def refuse(field: str, found: object, allowed: str) -> None:
         raise InputError(f"{name or 'linear'}: layout.{field}: found {found!r}; allowed: {allowed}")
@@ -76,8 +76,6 @@ def check_supported(layout: GridLayout, sizes: Mapping[str, int], name: str) -> 
             refuse(role, list(axes), "at most one axis in this version")
     if layout.overlap == "ring" and layout.reduce_dtype != "same":
         refuse("reduce_dtype", layout.reduce_dtype, "same with overlap: ring, whose sums travel in their own dtype")
-    if layout.axes_where("w", "sharded"):
-        refuse("w", "sharded", "replicated in this version")
     for operand in ("x", "y"):
         if layout.axes_where(operand, "sharded-features"):
             refuse(operand, "sharded-features", "sharded, replicated in this version")

@@ -17,6 +17,10 @@ from shardwright.linear.pieces import Deposit, WeightGradients
 from shardwright.linear.product import Product
 from shardwright.params import StoredParameter, Use
 
+Uses = list[tuple[Use | None, Use | None]]
+"""What one forward announced to the store: (of W_i, of its inner bias), a linear each."""
+
+_NO_USES = (None, None)
 _MODES: dict[str, Any] = {"blocking": blocking, "async": asynchronous, "ring": ring}
 
 
@@ -44,15 +48,15 @@ class _SiteNode(torch.autograd.Function):
             biases = [stored.lease() if stored is not None else None for stored in site.inner_biases]
             hold = site.holder(x) if torch._C._current_graph_task_id() != -1 else None
             outputs, kept = mode.forward(product, x, call.rows, weights, biases, keep, hold)
-        ctx.save_for_backward(kept, *(weights if ctx.needs_input_grad[2] else ()))
+        ctx.save_for_backward(kept)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         site, call = ctx.site, ctx.call
-        kept, *weights = ctx.saved_tensors
+        (kept,) = ctx.saved_tensors
         needs_x = ctx.needs_input_grad[2]
-        weights = weights or [None] * len(grads)
+        weights = site.lease_weights(call.uses) if needs_x else [None] * len(grads)
         into = site.weight_gradients(call.uses) if ctx.deposits else None
         if site.product.defers:
             shards = [None if grad is None else call.shards.pop(index) for index, grad in enumerate(grads)]
@@ -60,6 +64,7 @@ class _SiteNode(torch.autograd.Function):
         else:
             held = site.take_held(kept)
             dx = ctx.mode.backward(site.product, grads, kept, call.rows, weights, needs_x, into, held)
+        site.finish(call.uses)
         return (None, None, dx) + (None,) * (len(ctx.needs_input_grad) - 3)
 
 
@@ -89,7 +94,7 @@ class _Reduced(torch.autograd.Function):
 class _Call:
     """One forward of a site: T, the uses that it announced to the store, and in backward the shards of dY."""
 
-    def __init__(self, rows: int, uses: list[tuple[Use | None, Use | None]]):
+    def __init__(self, rows: int, uses: Uses):
         self.rows, self.uses = rows, uses
         self.shards: dict[int, torch.Tensor] = {}
 
@@ -117,7 +122,8 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         if ctx.needs_input_grad[1]:
-            ctx.stored.deposit(grads[0].sum(0), ctx.use)
+            ctx.stored.deposit(grads[0].sum(0))
+        ctx.stored.finish(ctx.use)
         return grads[0], None, None, None
 
 
@@ -148,9 +154,12 @@ class SiteProduct:
         self._ready: dict[int, torch.Tensor] = {}
         self._held: dict[int, torch.Tensor] = {}
 
-    def lease_weights(self) -> list[torch.Tensor]:
-        """Every W_i as [N',K']."""
-        leased = [stored.lease() for stored in self.weights]
+    def lease_weights(self, uses: Uses | None = None) -> list[torch.Tensor]:
+        """Every W_i as [N',K']; in backward, for the uses that the forward announced."""
+        leased = [
+            stored.lease(use)
+            for stored, (use, _) in zip(self.weights, uses or [_NO_USES] * len(self.weights), strict=True)
+        ]
         return [weight.t() for weight in leased] if self.transposed else leased
 
     def __call__(self, key: object, x: torch.Tensor, rows: int, index: int) -> torch.Tensor:
@@ -172,7 +181,8 @@ class SiteProduct:
             results: list[torch.Tensor] = torch.ops.shardwright.site(x, self.anchor, self.number, rows)
             return results[: len(self.weights)]
         inside = self.inner_biases
-        uses = [(w.use(), b.use() if b is not None else None) for w, b in zip(self.weights, inside, strict=True)]
+        needs_x = x.requires_grad
+        uses = [(w.use(needs_x), b.use() if b is not None else None) for w, b in zip(self.weights, inside, strict=True)]
         parameters = [stored.parameter for stored in [*self.weights, *inside] if stored is not None]
         product, call, results = self.product, _Call(rows, uses), []
         outputs = _SiteNode.apply(self, call, x, *parameters)
@@ -191,9 +201,9 @@ class SiteProduct:
     @property
     def widths(self) -> list[int]:
         """N'_i of every linear."""
-        return [weight.shape[0] for weight in self.lease_weights()]
+        return [stored.used_shape[1 if self.transposed else 0] for stored in self.weights]
 
-    def weight_gradients(self, uses: list[tuple[Use | None, Use | None]]) -> WeightGradients | None:
+    def weight_gradients(self, uses: Uses) -> WeightGradients | None:
         """Where the gradients of this call's weights and inner biases go; None where none is wanted."""
         wanted = [
             (weight.parameter.requires_grad, bias is not None and bias.parameter.requires_grad)
@@ -203,17 +213,24 @@ class SiteProduct:
             return None
         return WeightGradients(wanted, self.transposed, self.depositor(uses))
 
-    def depositor(self, uses: list[tuple[Use | None, Use | None]]) -> Deposit:
+    def depositor(self, uses: Uses) -> Deposit:
         """Hands dW_i and db_i to the store."""
 
         def deposit(index: int, dw: torch.Tensor | None, db: torch.Tensor | None) -> None:
             weight, bias = self.weights[index], self.inner_biases[index]
             if dw is not None:
-                weight.deposit(dw, uses[index][0])
+                weight.deposit(dw)
             if db is not None and bias is not None:
-                bias.deposit(db, uses[index][1])
+                bias.deposit(db)
 
         return deposit
+
+    def finish(self, uses: Uses) -> None:
+        """The backward of one forward is over: it reads no weight any more, and deposits nothing more."""
+        for weight, bias, (of_weight, of_bias) in zip(self.weights, self.inner_biases, uses, strict=True):
+            weight.finish(of_weight)
+            if bias is not None:
+                bias.finish(of_bias)
 
     def holder(self, x: torch.Tensor) -> Callable[[torch.Tensor], None]:
         """For a replay: the gathered X stays leased until the backward of this site takes it, or backward ends.

@@ -13,7 +13,7 @@ from torch import nn
 from shardwright import trace
 from shardwright.comm import AxisGroup, all_reduce
 from shardwright.params.initial import Source
-from shardwright.params.shard import Cut
+from shardwright.params.placement import Cut
 
 
 def fill(model: Any, source: Source, device: torch.device) -> None:

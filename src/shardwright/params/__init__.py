@@ -1,6 +1,20 @@
 """The store of parameters: how a shard is cut, what a product leases, and how a gradient lands."""
 
-from shardwright.params.shard import Cut, cut, cut_of, make_parameter
-from shardwright.params.store import StoredParameter, Use
+from shardwright.params.placement import Cut, cut, cut_of, make_parameter
+from shardwright.params.schedule import InFlightError, Schedule
+from shardwright.params.store import ParameterStore
+from shardwright.params.stored import StoredParameter
+from shardwright.params.unit import Unit, Use
 
-__all__ = ["Cut", "StoredParameter", "Use", "cut", "cut_of", "make_parameter"]
+__all__ = [
+    "Cut",
+    "InFlightError",
+    "ParameterStore",
+    "Schedule",
+    "StoredParameter",
+    "Unit",
+    "Use",
+    "cut",
+    "cut_of",
+    "make_parameter",
+]

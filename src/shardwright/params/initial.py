@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright import trace
 from shardwright._errors import InputError
+from shardwright.params.placement import Cut
 from shardwright.params.random import key_of, normal, trunc_normal, uniform
-from shardwright.params.shard import Cut
 
 Source = Callable[[nn.Module, str, Cut], torch.Tensor]
 Draw = partial[torch.Tensor]

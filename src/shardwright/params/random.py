@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardwright.params.shard import Cut, Ranges
+from shardwright.params.placement import Cut, Ranges
 
 CHUNK = 2**20
 """Elements computed at once; each holds about 32 bytes while it is computed."""

@@ -1,96 +1,123 @@
-"""A stored parameter: what products lease, and how its gradient is reduced once and lands.
-
-The gradient rule: a gradient is partial over every axis that splits the work and does not split the parameter as it is
-used. It is summed there once per backward, never averaged. A parameter used several times in one backward collects its
-contributions first: it is reduced when its last living use has deposited, at the latest when backward ends.
-"""
+"""The store of one model's parameters: which unit each joins, and where its shard lies."""
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
-from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardwright import trace
-from shardwright.comm import Runtime, all_reduce
-from shardwright.params.shard import wrap
+from shardwright._errors import InputError
+from shardwright.comm import Runtime
+from shardwright.mesh import chunk
+from shardwright.params.initial import Source
+from shardwright.params.placement import Cut, cut_of, make_parameter
+from shardwright.params.schedule import Schedule
+from shardwright.params.stored import StoredParameter
+from shardwright.params.unit import Unit
+from shardwright.sharding import Sharding
+
+Storage = tuple[DeviceMesh, list[Placement], tuple[str, ...]]
+"""(mesh, placements, axes that split storage): where a parameter's shard lies."""
 
 
-class Use:
-    """One use of a parameter by a forward pass whose backward is still to come. The graph that needs it holds it."""
+def whole(unit: str) -> Sharding:
+    """Every rank stores its units whole."""
+    return Sharding()
 
-    __slots__ = ("__weakref__",)
 
+class ParameterStore:
+    """Places parameters, each in its unit, all units on one schedule.
 
-class StoredParameter:
-    """Level ``replicate``: every rank holds its shard for good; gradients are all-reduced over ``partial_axes``.
-
-    parameter: a DTensor parameter. partial_axes: the axes over which a fresh gradient is partial. name: for the trace.
-    window: the rows [start, stop) of the local shard that this rank's products read, where not all of them (heads of
-    keys and values that several ranks share); gradients of the others are zero here.
+    sharding_of: unit name → how it is stored. unit_of: qualified parameter name → unit name; by default the module.
+    in_flight: how many units may be gathered at once.
     """
 
     def __init__(
         self,
-        parameter: torch.nn.Parameter,
-        runtime: Runtime,
-        partial_axes: tuple[str, ...],
-        name: str,
-        window: tuple[int, int] | None = None,
+        mesh: DeviceMesh,
+        sharding_of: Callable[[str], Sharding] = whole,
+        unit_of: Callable[[str], str] = lambda name: name.rpartition(".")[0],
+        in_flight: int = 2,
     ):
-        self.parameter = parameter
-        self.runtime = runtime
-        self.partial_axes = partial_axes
-        self.name = name
-        self.window = window
-        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
-        self._fresh: torch.Tensor | None = None
-        self._task = -1
+        self.mesh = mesh
+        self.runtime = Runtime.of(mesh)
+        self.schedule = Schedule(in_flight)
+        self._sharding_of, self._unit_of = sharding_of, unit_of
+        self._units: dict[str, Unit] = {}
 
-    def lease(self) -> torch.Tensor:
-        """The local tensor that a product reads."""
-        local = cast(DTensor, self.parameter)._local_tensor
-        return local if self.window is None else local[self.window[0] : self.window[1]]
+    def unit(self, parameter: str) -> Unit:
+        """The unit of the parameter of that qualified name."""
+        name = self._unit_of(parameter)
+        if name not in self._units:
+            self._units[name] = self.schedule.new_unit(name, self._sharding_of(name))
+        return self._units[name]
 
-    def use(self) -> Use | None:
-        """Announces a deposit to come. None where no gradient is wanted, and in a replay inside backward."""
-        if not (self.parameter.requires_grad and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
-            return None
-        use = Use()
-        self._uses.add(use)
-        return use
+    def place(
+        self,
+        source: Source,
+        module: nn.Module,
+        name: str,
+        qualified: str,
+        placements: Sequence[Placement],
+        partial: tuple[str, ...],
+        owner: str,
+        window: tuple[int, int] | None = None,
+    ) -> tuple[StoredParameter, Cut]:
+        """(the stored form of ``module.name``, the part of it that this rank uses).
 
-    def deposit(self, gradient: torch.Tensor, use: Use | None) -> None:
-        """Takes over ``gradient`` (of the shape leased, contiguous, owned by nobody else) during backward."""
-        if self.window is not None:
-            whole = torch.zeros_like(cast(DTensor, self.parameter)._local_tensor)
-            whole[self.window[0] : self.window[1]] = gradient
-            gradient = whole
-        task = torch._C._current_graph_task_id()
-        if self._task != task:
-            self._fresh = None  # left over from a backward that was aborted
-            self._task = task
-            engine: Any = Variable._execution_engine
-            engine.queue_callback(self._settle)
-        if use is not None:
-            self._uses.discard(use)
-        self._fresh = gradient if self._fresh is None else self._fresh.add_(gradient)
-        if not self._uses:
-            self._settle()
+        placements: of the used tensor, on every axis of the mesh. partial: the axes over which its gradient is partial.
+        """
+        dense: Any = getattr(module, name)
+        used = cut_of(dense.shape, self.mesh, placements)
+        unit = self.unit(qualified)
+        sharding = unit.sharding if dense.shape else Sharding()  # a scalar has no rows
+        mesh, placed, storage = storage_of(sharding, self.runtime, self.mesh, placements, partial)
+        local = source(module, name, cut_of(dense.shape, mesh, placed))
+        parameter = make_parameter(local, dense.shape, mesh, placed, dense.requires_grad)
+        rows = used.local_shape[0] if storage else None
+        return StoredParameter(parameter, self.runtime, partial, owner, window, unit, storage, rows), used
 
-    def _settle(self) -> None:
-        """Reduces what came fresh and adds it to ``.grad``."""
-        fresh, self._fresh = self._fresh, None
-        if fresh is None:
-            return
-        with torch.no_grad():
-            trace.note(fresh, "gradient")
-            all_reduce(fresh, self.runtime.group(self.partial_axes), self.name)
-            parameter = cast(DTensor, self.parameter)
-            if parameter.grad is None:
-                parameter.grad = wrap(fresh, parameter.shape, parameter.device_mesh, parameter.placements)
-            else:
-                cast(DTensor, parameter.grad)._local_tensor.add_(fresh)
+    def take_over(self, stored: StoredParameter, qualified: str) -> None:
+        """Stores a parameter that is stored whole so far as its unit here says; ``stored.parameter`` is another then.
+
+        Raises InputError where its storage is split already.
+        """
+        old: Any = stored.parameter
+        if stored.gather_group.size > 1:
+            raise InputError(f"{qualified}: found storage that is split already; allowed: one that is whole")
+        unit = self.unit(qualified)
+        placed = storage_of(unit.sharding, self.runtime, self.mesh, old.placements, stored.partial_axes)
+        mesh, placements, storage = placed
+        local = stored.local
+        rows = local.shape[0] if storage else None
+        if storage:
+            group = self.runtime.group(storage)
+            start, stop = chunk(local.shape[0], group.size, group.index)
+            local = local[start:stop].clone()
+        parameter = make_parameter(local, old.shape, mesh, placements, old.requires_grad)
+        stored.store_as(parameter, unit, storage, rows)
+
+
+def storage_of(
+    sharding: Sharding, runtime: Runtime, mesh: DeviceMesh, placements: Sequence[Placement], partial: tuple[str, ...]
+) -> Storage:
+    """Where the shard of a parameter with those placements lies.
+
+    Storage is split over those of the unit's axes over which the gradient is partial, so that reducing a gradient is
+    always one reduce-scatter; on the others (axes that split W itself, or repeat the work) it is as used.
+    """
+    by_axis = dict(zip(runtime.sizes, placements, strict=True))
+    wanted = tuple(axis for axis in runtime.sizes if sharding.split and axis in sharding.axes)
+    storage = tuple(axis for axis in wanted if axis in partial)
+    if runtime.group(wanted).size == 1:
+        return mesh, list(placements), ()
+    joined = storage or wanted  # an unsplit parameter lies on the mesh of its neighbours, as far as it can
+    if not storage and any(not isinstance(by_axis[axis], Replicate) for axis in wanted):
+        return mesh, list(placements), ()
+    last: Placement = Shard(0) if storage else Replicate()
+    others = [by_axis[axis] for axis in runtime.sizes if axis not in joined]
+    target = runtime.storage_mesh(joined)
+    return target, [*others, last], storage if runtime.group(storage).size > 1 else ()

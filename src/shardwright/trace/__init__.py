@@ -6,7 +6,18 @@ derives a number again. The runtime speaks to the active recorder through ``coll
 """
 
 from shardwright.trace.events import CATEGORIES, PHASES, Alloc, Collective, Event, Free, Mark, Op, Storage, Wait
-from shardwright.trace.recorder import active, collective, note, quiet, record, released, span, unlogged, waited
+from shardwright.trace.recorder import (
+    active,
+    collective,
+    note,
+    quiet,
+    record,
+    released,
+    renewed,
+    span,
+    unlogged,
+    waited,
+)
 from shardwright.trace.trace import Alive, Entry, Peak, Point, Trace
 
 __all__ = [
@@ -31,6 +42,7 @@ __all__ = [
     "quiet",
     "record",
     "released",
+    "renewed",
     "span",
     "unlogged",
     "waited",

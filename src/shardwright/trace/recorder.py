@@ -122,6 +122,11 @@ class Recorder(TorchDispatchMode):
             owner.alive = False
             self.events.append(Free(self.step, self.phase, owner.number))
 
+    def renewed(self, tensor: torch.Tensor, category: str) -> None:
+        """A storage whose memory was released has memory again: a new entry of the ledger."""
+        self._living.pop(id(tensor.untyped_storage()), None)
+        self._own(plain(tensor), category, self.module(), "")
+
     def note(self, tensor: torch.Tensor, category: str) -> None:
         """``category`` applies to the tensor's storage, from its birth on."""
         self._own(plain(tensor), "temporary", self.module(), "").note(category)
@@ -200,6 +205,10 @@ class Recorder(TorchDispatchMode):
         self._adopt_state(optimizer)
         self._mark("after step")
         self._in_optimizer, self._step_over = False, True
+
+    def accumulated(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # the store may still be reducing it
+            self.note(parameter.grad, "gradient")
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         owner = self._own(plain(tensor), "input", "", "")
@@ -297,7 +306,7 @@ def record(*roots: Any) -> Iterator[Trace]:
         register_optimizer_step_post_hook(recorder.after_optimizer),
     ]
     handles += [
-        parameter.register_post_accumulate_grad_hook(lambda p: recorder.note(p.grad, "gradient"))
+        parameter.register_post_accumulate_grad_hook(recorder.accumulated)
         for root in roots
         if isinstance(root, torch.nn.Module)
         for parameter in root.parameters()
@@ -348,7 +357,7 @@ def collective(
 def waited(kind: str, axes: tuple[str, ...], module: str = "") -> None:
     """The program waits now for a collective of ``kind`` over ``axes``, or for a part of it."""
     recorder = active()
-    if recorder is not None:
+    if recorder is not None and not recorder.unlogged:
         recorder.arrive()
         where = module or recorder.module()
         recorder.events.append(Wait(recorder.step, recorder.phase, where, kind, axes))
@@ -366,6 +375,13 @@ def released(tensor: torch.Tensor) -> None:
     recorder = active()
     if recorder is not None:
         recorder.released(tensor)
+
+
+def renewed(tensor: torch.Tensor, category: str) -> None:
+    """The tensor's memory, released before, is there again."""
+    recorder = active()
+    if recorder is not None:
+        recorder.renewed(tensor, category)
 
 
 @contextmanager

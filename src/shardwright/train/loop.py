@@ -187,7 +187,7 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
         torch.set_num_threads(1)
     torch.distributed.init_process_group(plan.backend, store=store, rank=place.rank, world_size=place.world)
     mesh: DeviceMesh = init_device_mesh(device.type, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
-    model = parallelize(models.build_meta(config, plan.dtype), mesh, plan)
+    model = parallelize(models.build_meta(config, plan.stored_dtype), mesh, plan)
     step = TrainStep(model, mesh, plan, learning_rate=run.learning_rate, weight_decay=run.weight_decay, betas=run.betas)
 
     def batches(source: TokenStream, number: int, count: int) -> MicroBatches:

@@ -46,15 +46,27 @@ def cut_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
     for size, index, placement in zip(mesh.shape, place, placements, strict=True):
         if not isinstance(placement, (Shard, _StridedShard)):
             continue
-        (whole,) = ranges[placement.dim]
+        held = ranges[placement.dim]
+        length = sum(stop - start for start, stop in held)
         groups = placement.split_factor if isinstance(placement, _StridedShard) else 1
-        width = (whole[1] - whole[0]) // groups
-        pieces = []
-        for group in range(groups):
-            start, stop = chunk(width if groups > 1 else whole[1] - whole[0], size, index)
-            pieces.append((whole[0] + group * width + start, whole[0] + group * width + stop))
-        ranges[placement.dim] = tuple(pieces)
+        width = length // groups if groups > 1 else length
+        start, stop = chunk(width, size, index)
+        pieces = [
+            piece for group in range(groups) for piece in _within(held, group * width + start, group * width + stop)
+        ]
+        ranges[placement.dim] = tuple(pieces) or ((held[-1][1], held[-1][1]),)
     return Cut(tuple(shape), tuple(ranges))
+
+
+def _within(pieces: Ranges, start: int, stop: int) -> list[tuple[int, int]]:
+    """Positions [start, stop) of the pieces laid one after the other, as pieces of the whole."""
+    found, before = [], 0
+    for low, high in pieces:
+        first, last = max(start - before, 0), min(stop - before, high - low)
+        if first < last:
+            found.append((low + first, low + last))
+        before += high - low
+    return found
 
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:

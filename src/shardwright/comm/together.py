@@ -1,0 +1,112 @@
+"""Collectives of several tensors over one group, as one logical operation: a unit's gathers, its reductions.
+
+The parts travel each from and to its own place, without packing. On NCCL all are one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from shardwright import trace
+from shardwright.comm.collectives import Reducing
+from shardwright.comm.exchange import Gathering, Scattering, log
+from shardwright.comm.groups import AxisGroup
+
+_coalescing_manager: Any = dist.distributed_c10d._coalescing_manager
+
+
+class _Together:
+    """Handles under way that are waited for as one."""
+
+    kind: str
+
+    def __init__(self, group: AxisGroup, module: str, mode: str, whole_bytes: int, own_bytes: int):
+        log(self.kind, group, whole_bytes, own_bytes, module, mode)
+        self.group, self.module, self.mode = group, module, mode
+        self._launch: dist.Work | None = None
+        self._each: Sequence[Gathering | Scattering | Reducing] = ()
+
+    @contextmanager
+    def _one_launch(self) -> Iterator[None]:
+        if self.group.backend != "nccl":
+            with trace.unlogged():
+                yield
+            return
+        with (
+            trace.unlogged(),
+            _coalescing_manager(group=self.group.process_group, async_ops=True) as launch,
+        ):
+            yield
+        self._launch = cast(dist.Work, launch)
+
+    def finish(self) -> None:
+        """Until all is there, and all that was sent is away."""
+        if self.mode != "blocking":
+            trace.waited(self.kind, self.group.axes, self.module)
+        if self._launch is not None:
+            self._launch.wait()
+        with trace.unlogged():
+            for handle in self._each:
+                handle.finish()
+        self._each = ()
+
+
+class GatheringTogether(_Together):
+    """whole_i[R_i] ← the parts of every rank, for each pair (part_i, whole_i)."""
+
+    kind = "all_gather"
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: AxisGroup, module: str, mode: str):
+        whole_bytes = sum(whole.nbytes for _, whole in pairs)
+        super().__init__(group, module, mode, whole_bytes, sum(part.nbytes for part, _ in pairs))
+        with self._one_launch():
+            self._each = [Gathering(part, whole, group, module, "blocking") for part, whole in pairs]
+
+
+class ScatteringTogether(_Together):
+    """part_i ← this rank's part of the sum over ranks of whole_i[R_i], for each pair (whole_i, part_i).
+
+    A part wider than its whole is added up in the part's precision: the whole travels as it is.
+    """
+
+    kind = "reduce_scatter"
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        group: AxisGroup,
+        module: str,
+        mode: str,
+        wide: bool = False,
+    ):
+        whole_bytes = sum(whole.nbytes for whole, _ in pairs)
+        own = sum(part.numel() * whole.element_size() for whole, part in pairs)
+        super().__init__(group, module, mode, whole_bytes, own)
+        with self._one_launch():
+            self._each = [Scattering(whole, part, group, module, "blocking", wide) for whole, part in pairs]
+
+    def advance(self) -> None:
+        """Takes in what is next to arrive, and lets what follows travel."""
+        with trace.unlogged():
+            for handle in self._each:
+                cast(Scattering, handle).advance()
+
+
+class ReducingTogether(_Together):
+    """tensor_i ← its sum over ranks, in place, for each tensor. All must be contiguous."""
+
+    kind = "all_reduce"
+
+    def __init__(self, tensors: Sequence[torch.Tensor], group: AxisGroup, module: str, mode: str, wide: bool = False):
+        size = sum(tensor.nbytes for tensor in tensors)
+        super().__init__(group, module, mode, size, size)
+        with self._one_launch():
+            self._each = [Reducing(tensor, group, module, "blocking", wide) for tensor in tensors]
+
+    def advance(self) -> None:
+        """Nothing to do: the library's all-reduce runs by itself."""

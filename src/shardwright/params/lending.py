@@ -1,0 +1,327 @@
+"""Sharded parameters in anyone's module: ``shard`` stores them, and lends them gathered while a unit's module runs.
+
+| when                       | what                                                                                |
+|----------------------------|-------------------------------------------------------------------------------------|
+| before the unit's forward  | gather; the module sees plain tensors, each the output of an autograd node: a loan  |
+| after it                   | the module has its DTensors back; W is released when the next unit is asked for     |
+| gradient reaches an output | gather again, into the storage that the graph has kept                              |
+| gradient reaches a loan    | it is deposited; when the unit's inputs have theirs, its backward is over           |
+
+Loans share the storage of the gathered W, which has no memory between forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwright._errors import InputError
+from shardwright.params.initial import Source, from_values
+from shardwright.params.store import ParameterStore
+from shardwright.params.stored import StoredParameter
+from shardwright.params.unit import Unit, Use
+from shardwright.sharding import Sharding
+
+
+def shard(
+    module: nn.Module,
+    mesh_axes: DeviceMesh,
+    level: str | Mapping[str, str] = "parameters",
+    *,
+    keep: bool = False,
+    in_flight: int = 2,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    units: Sequence[str] | None = None,
+    source: Source = from_values,
+) -> nn.Module:
+    """Stores the parameters of ``module`` over the axes of ``mesh_axes``, in place; returns it.
+
+    mesh_axes: the mesh (or submesh) over whose axes the data are split. level: one word of ``replicate``,
+    ``optimizer``, ``gradients``, ``parameters`` for all axes, or {axis: word} (hybrid: {"replica": "replicate",
+    "shard": "parameters"}). keep: W stays gathered from forward to backward. in_flight: units gathered at once.
+    dtype: element type in which the module computes (by default the parameters'); gradients travel in it, and are
+    added up in reduce_dtype (by default the parameters'). units: patterns of names of the modules that are gathered as
+    one; by default every block (a member of an nn.ModuleList or nn.Sequential), and each other module with parameters
+    of its own. The pattern "" makes one unit, kept while the root's forward runs, of what no other unit holds. source:
+    where shards get their values, by default from the module (equal on every rank).
+
+    Parameters become DTensors, and so do their gradients: sums over ranks, never means, complete when backward returns.
+    Make the optimizer afterwards. Linears that lie on a grid already are stored over the axes beside the grid's.
+
+    Raises InputError where an axis or a level is unknown, or units match nothing.
+    """
+    sharding = _sharding(mesh_axes, level, keep, dtype, reduce_dtype)
+    names = _unit_names(module, units)
+
+    def unit_of(parameter: str) -> str:
+        holder = parameter.rpartition(".")[0]
+        inside = [name for name in names if name in ("", holder) or holder.startswith(f"{name}.")]
+        return max(inside, key=len) if inside else holder
+
+    store = ParameterStore(mesh_axes._get_root_mesh(), lambda _: sharding, unit_of, in_flight)
+    places = _place_all(module, store, mesh_axes.mesh_dim_names or (), source)
+    for name in names:
+        _Lender(name, module.get_submodule(name), store, places)
+    cast(Any, module).parameter_store = store
+    return module
+
+
+def _sharding(
+    mesh: DeviceMesh,
+    level: str | Mapping[str, str],
+    keep: bool,
+    dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> Sharding:
+    axes = mesh.mesh_dim_names or ()
+    words = dict.fromkeys(axes, level) if isinstance(level, str) else dict(level)
+    for axis in words:
+        if axis not in axes:
+            raise InputError(f"level: found axis {axis!r}; allowed: the mesh's axes ({', '.join(axes)})")
+    split = tuple(axis for axis in axes if words.get(axis, "replicate") != "replicate")
+    chosen = sorted({words[axis] for axis in split}) or ["replicate"]
+    if len(chosen) > 1:
+        raise InputError(f"level: found {' and '.join(chosen)}; allowed: one level beside 'replicate'")
+
+    def name(kind: torch.dtype | None) -> str | None:
+        return None if kind is None else str(kind).removeprefix("torch.")
+
+    return Sharding(chosen[0], split, keep, name(dtype), name(reduce_dtype))
+
+
+def _unit_names(module: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    modules = dict(module.named_modules())
+    if patterns is None:
+        chosen = [name for name in modules if _is_block(name, modules)]
+    else:
+        for pattern in patterns:
+            if not any(_matches(name, pattern) for name in modules):
+                raise InputError(f"units: found no module for {pattern!r}; allowed: patterns of the module's own names")
+        chosen = [name for name in modules if any(_matches(name, pattern) for pattern in patterns)]
+    left = [
+        name
+        for name, inner in modules.items()
+        if inner._parameters and not any(_holds(outer, name) for outer in chosen)
+    ]
+    return [name for name in modules if name in chosen or name in left]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Part by part: a ``*`` stands for one part of a name, so "layers.*" is the layers and not what is inside them."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _is_block(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the module is a member of a list, and no part of another such member; it has parameters."""
+    parts = name.split(".")
+    outer = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    members = [each for each in outer if isinstance(modules[each.rpartition(".")[0]], (nn.ModuleList, nn.Sequential))]
+    return members[:1] == [name] and any(True for _ in modules[name].parameters())
+
+
+def _holds(outer: str, name: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _place_all(module: nn.Module, store: ParameterStore, axes: tuple[str, ...], source: Source) -> list[Place]:
+    """Stores every parameter; where plain modules use one."""
+    own = [inner for inner in module.modules() if hasattr(inner, "stored_parameters")]
+    found = {stored.parameter: stored for inner in own for stored in cast(Any, inner).stored_parameters()}
+    moved = set[StoredParameter]()
+    places: list[Place] = []
+    for name, inner in module.named_modules():
+        for key, parameter in list(inner._parameters.items()):
+            if parameter is None:
+                continue
+            qualified = f"{name}.{key}" if name else key
+            stored = found.get(parameter)
+            if stored is None:
+                if isinstance(parameter, DTensor):
+                    raise InputError(
+                        f"{qualified}: found a DTensor; allowed: plain parameters, and shardwright's layers"
+                    )
+                whole = [Replicate()] * store.mesh.ndim
+                stored, _ = store.place(source, inner, key, qualified, whole, axes, qualified)
+            elif inner in own and stored not in moved:
+                store.take_over(stored, qualified)
+            moved.add(stored)
+            found[parameter] = stored
+            inner._parameters[key] = stored.parameter
+            if inner not in own:
+                places.append(Place(name, inner, key, stored))
+    return places
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a plain module uses a parameter: ``module.key``, the module's qualified name being ``holder``."""
+
+    holder: str
+    module: nn.Module
+    key: str
+    stored: StoredParameter
+
+
+class _Lender:
+    """Lends the parameters below one unit's module while its forward runs.
+
+    Those of units further inside are lent by their own lenders; those of other units, shared with a module of this one,
+    are lent here.
+    """
+
+    def __init__(self, name: str, module: nn.Module, store: ParameterStore, places: Sequence[Place]):
+        self.places = [
+            place
+            for place in places
+            if _holds(name, place.holder)
+            and (place.stored.unit.name == name or not _holds(name, place.stored.unit.name))
+        ]
+        self.units = list(dict.fromkeys(place.stored.unit for place in self.places))
+        self.schedule = store.schedule
+        self._calls: list[_Call] = []
+        if self.places:
+            module.register_forward_pre_hook(self._lend, with_kwargs=True)
+            module.register_forward_hook(self._take_back, always_call=True)
+
+    def _lend(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = _Call(self.units)
+        self._calls.append(call)
+        args, kwargs = call.watch(args, kwargs)
+        for place in self.places:
+            loan = place.stored.lease()
+            if place.stored.parameter.requires_grad and torch.is_grad_enabled():
+                loan = _Loan.apply(place.stored.parameter, place.stored, call, call.expect(place.stored.unit))
+            call.hidden.append(place.module.__dict__.get(place.key))
+            place.module.__dict__[place.key] = loan  # found before the module's own parameters
+        return args, kwargs
+
+    def _take_back(self, module: nn.Module, args: Any, output: Any) -> Any:
+        call = self._calls.pop()
+        for place, hidden in zip(self.places, call.hidden, strict=False):
+            if hidden is None:
+                place.module.__dict__.pop(place.key, None)
+            else:
+                place.module.__dict__[place.key] = hidden
+        call.close(output)
+        if not torch.is_grad_enabled() and not any(unit.open for unit in self.schedule.units):
+            self.schedule.rest()
+
+
+class _Call:
+    """One forward of a unit's module, and its backward.
+
+    The backward is over when every loan has its gradient; at the latest when the inputs have theirs, for then the
+    parameters that have none were not used. Where nothing tells, the end of backward does.
+    """
+
+    def __init__(self, units: Sequence[Unit]):
+        self.units = units
+        self.hidden: list[torch.Tensor | None] = []
+        self._expected: list[Unit] = []  # of every gradient that is to come, its unit
+        self._uses: dict[int, Use] = {}
+        self._watched = self._begun = False
+        self._wanted = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        for unit in units:
+            unit.open += 1
+
+    def watch(self, args: Any, kwargs: Any) -> Any:
+        """The inputs, such that we hear when they have their gradients."""
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if self._wanted and places:
+            self._watched = True
+            for place, tensor in zip(places, _Inputs.apply(self, *(leaves[i] for i in places)), strict=True):
+                leaves[place] = tensor
+            for unit in self.units:
+                self.expect(unit)
+        return tree_unflatten(leaves, spec)
+
+    def expect(self, unit: Unit) -> int:
+        """Announces a gradient to come; the number by which it is heard of."""
+        number = len(self._expected)
+        self._expected.append(unit)
+        if self._wanted:
+            self._uses[number] = unit.announce()
+        return number
+
+    def close(self, output: Any) -> None:
+        """The forward is over."""
+        for unit in self.units:
+            unit.open -= 1
+        if self._wanted and self._expected:
+            for tensor in tree_flatten(output)[0]:
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self.begin_backward)
+
+    def begin_backward(self, _: torch.Tensor) -> None:
+        """A gradient has reached an output: W will be read."""
+        if self._begun:
+            return
+        self._begun = True
+        for number, unit in enumerate(self._expected):
+            if number not in self._uses:  # a second backward through a graph that was retained
+                self._uses[number] = unit.announce()
+        for unit in self.units:
+            unit.busy += 1
+            if unit.gathers:
+                unit.schedule.ask(unit)
+
+    def heard(self, number: int) -> None:
+        """A loan has its gradient."""
+        use = self._uses.pop(number, None)
+        if use is not None:
+            self._expected[number].uses.discard(use)
+        if not self._uses:
+            self.end()
+
+    def end(self) -> None:
+        """Nothing of this call is to come any more."""
+        for number, use in self._uses.items():
+            self._expected[number].uses.discard(use)
+        self._uses.clear()
+        for unit in self.units:
+            if self._begun:
+                unit.busy = max(0, unit.busy - 1)
+            if not unit.uses:
+                unit.complete()
+        self._begun = False
+
+
+class _Inputs(torch.autograd.Function):
+    """The inputs as they are; made before the loans, so its backward comes after theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.call.end()
+        return (None, *grads)
+
+
+class _Loan(torch.autograd.Function):
+    """The gathered W as a plain tensor; its gradient is deposited in the store."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, stored: StoredParameter, call: _Call, number: int) -> torch.Tensor:
+        ctx.stored, ctx.call, ctx.number = stored, call, number
+        return stored.lease().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
+        # The engine's tensor may have other readers, so it is not ours to write to.
+        ctx.stored.deposit(grads[0].contiguous(), owned=False)
+        ctx.call.heard(ctx.number)
+        return None, None, None, None

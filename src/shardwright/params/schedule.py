@@ -1,0 +1,216 @@
+"""The schedule: which units are gathered, which comes next, and how many may be alive at once.
+
+The order in which units are asked for is recorded in the first forward and in the first backward; from the next one on
+the unit that comes next is gathered ahead, as far as the stated number of living units allows. No
+decision reads the time or whether a collective has finished, so every rank, and a rehearsal, decides alike.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from shardwright.params.unit import Handles, Unit
+from shardwright.sharding import Sharding
+
+
+class InFlightError(RuntimeError):
+    """More units gathered at once than stated; the message names the unit that asked."""
+
+
+class _Order:
+    """The units that one kind of pass asks for, as the last whole pass had it."""
+
+    def __init__(self) -> None:
+        self.known: list[Unit] = []
+        self.now: list[Unit] = []
+        self._alike = True
+
+    def begin(self) -> None:
+        """A new pass of this kind."""
+        if self.now:
+            self.known, self.now, self._alike = self.now, [], True
+
+    def arrive(self, unit: Unit) -> Unit | None:
+        """``unit`` is asked for; the one that comes after it, as long as this pass goes like the known one."""
+        place = len(self.now)
+        self.now.append(unit)
+        self._alike = self._alike and place < len(self.known) and self.known[place] is unit
+        return self.known[place + 1] if self._alike and place + 1 < len(self.known) else None
+
+
+class Schedule:
+    """Of the units of one model.
+
+    in_flight: how many units may be gathered at once, those that stay gathered by their level aside.
+    accumulating: gradients of levels that are reduced once a step are put by for now.
+    """
+
+    def __init__(self, in_flight: int = 2):
+        self.in_flight = in_flight
+        self.accumulating = False
+        self.units: list[Unit] = []
+        self._orders = {kind: _Order() for kind in ("forward", "backward")}
+        self._kind = ""
+        self._task = -1
+        self._at: Unit | None = None
+        self._moving: deque[tuple[Iterator[Handles], Handles]] = deque()
+
+    def new_unit(self, name: str, sharding: Sharding) -> Unit:
+        """A unit without members yet."""
+        unit = Unit(name, self, sharding)
+        self.units.append(unit)
+        return unit
+
+    # -- gathering
+
+    def ask(self, unit: Unit, wait: bool = True) -> None:
+        """Every W of ``unit`` is there when this returns (or on its way, without ``wait``), and the next one is, too.
+
+        Raises InFlightError where more units would be alive than stated.
+        """
+        self._begin_pass()
+        if self._at is unit and unit.current:
+            if wait:
+                unit.wait()
+            return
+        following = self._orders[self._kind].arrive(unit) if self._at is not unit else None
+        self._at = unit
+        self._release_all_but(unit, following)
+        if not unit.current:
+            self._start(unit, "blocking" if wait else "async")
+        if wait:
+            unit.wait()
+        if following is not None and not following.current and self._room(following):
+            self._start(following, "async")
+
+    def _start(self, unit: Unit, mode: str) -> None:
+        if unit.gathered and not unit.sharding.resident:
+            unit.release()
+        if not self._room(unit):
+            alive = ", ".join(other.name for other in self._alive())
+            raise InFlightError(
+                f"{unit.name} is asked for while {alive} are gathered; in_flight states {self.in_flight}. "
+                "Raise in_flight, or take the outer unit's parameters apart into units of their own"
+            )
+        unit.start(mode)
+
+    def _alive(self) -> list[Unit]:
+        return [unit for unit in self.units if unit.gathered and not unit.sharding.resident]
+
+    def _room(self, unit: Unit) -> bool:
+        """Whether ``unit`` may be gathered beside what is alive. Units that are kept for backward are not counted."""
+        if unit.sharding.resident:
+            return True
+        others = [other for other in self._alive() if other is not unit and (other.open or other.busy or other.idle)]
+        return len(others) < self.in_flight
+
+    def _release_all_but(self, unit: Unit, following: Unit | None) -> None:
+        for other in self._alive():
+            if other is not unit and other is not following and other.idle:
+                other.release()
+
+    def rest(self) -> None:
+        """A forward without gradients is over: what nothing needs is released."""
+        self._enter("forward")
+        for unit in self._alive():
+            if unit.idle:
+                unit.release()
+
+    # -- passes
+
+    def _begin_pass(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            self.begin_backward(task)
+            return
+        if self._task != -1:
+            self._abandon()  # a backward that was aborted
+        if self._kind != "forward":
+            self._enter("forward")
+
+    def _enter(self, kind: str) -> None:
+        self._kind, self._at = kind, None
+        self._orders[kind].begin()
+
+    def begin_backward(self, task: int) -> None:
+        """Called by whatever happens first in a backward."""
+        if self._task == task:
+            return
+        # Another task than before, and no forward since: a backward inside of one (a reentrant checkpoint).
+        self._task = task
+        self._enter("backward")
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        for unit in self.units:
+            if unit.has_fresh:
+                unit.complete()
+        while self._moving:
+            self._step_all()
+        self._task = -1
+        for unit in self.units:
+            unit.busy = 0
+        for unit in self._alive():
+            if not unit.open and not (unit.sharding.keep and unit.uses):
+                unit.release()
+        self._at = None
+
+    def _abandon(self) -> None:
+        """Drops what an aborted backward left: its gradients count for nothing."""
+        self._task = -1
+        while self._moving:
+            _, handles = self._moving.popleft()
+            for handle in handles:
+                handle.finish()
+        for unit in self.units:
+            unit.busy = 0
+            for stored in unit.members:
+                stored.drop()
+
+    # -- reducing
+
+    def reduce(self, unit: Unit) -> None:
+        """What ``unit`` has deposited starts to travel; what travelled before goes on a stage.
+
+        So at most one unit's unreduced gradients are alive in a group beside those that are being formed.
+        """
+        with torch.no_grad():
+            fresh = unit.take_fresh()
+            if not fresh:
+                return
+            self._step_all()
+            stages = unit.reduction(fresh)
+            del fresh
+            self._continue(stages)
+
+    def _step_all(self) -> None:
+        for _ in range(len(self._moving)):
+            self._continue(self._moving.popleft()[0])
+
+    def _continue(self, stages: Iterator[Handles]) -> None:
+        with torch.no_grad():
+            handles = next(stages, None)
+        if handles is not None:
+            self._moving.append((stages, handles))
+
+    def advance(self) -> None:
+        """Lets reductions under way take in what is next to arrive."""
+        for _, handles in self._moving:
+            for handle in handles:
+                handle.advance()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, gradients of levels that are reduced once a step are put by, whole and unreduced."""
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before

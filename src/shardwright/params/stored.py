@@ -1,0 +1,242 @@
+"""A stored parameter: what products lease, and how its gradient is reduced once and lands.
+
+The gradient rule: a gradient is partial over every axis that splits the work and does not split the parameter as it is
+used. It is summed there once per backward, never averaged: reduce-scattered over the axes that split its storage,
+all-reduced over the others. A parameter used several times in one backward collects its contributions first.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright import trace
+from shardwright.comm import Runtime
+from shardwright.params.placement import wrap
+from shardwright.params.schedule import Schedule
+from shardwright.params.unit import Unit, Use
+from shardwright.sharding import Sharding
+
+
+class StoredParameter:
+    """A parameter as its unit stores it.
+
+    parameter: a DTensor parameter. partial_axes: the axes over which a fresh gradient is partial. name: for the trace.
+    window: the rows [start, stop) of the used tensor that this rank's products read, where not all of them (heads of
+    keys and values that several ranks share); gradients of the others are zero here. unit: by default one of its own
+    that is stored whole. storage: the axes, all partial, over which dimension 0 of the used tensor [rows, …] is split.
+    """
+
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        runtime: Runtime,
+        partial_axes: tuple[str, ...],
+        name: str,
+        window: tuple[int, int] | None = None,
+        unit: Unit | None = None,
+        storage: tuple[str, ...] = (),
+        rows: int | None = None,
+    ):
+        self.runtime = runtime
+        self.partial_axes = partial_axes
+        self.name = name
+        self.window = window
+        self.store_as(parameter, unit or Schedule().new_unit(name, Sharding()), storage, rows)
+
+    def store_as(
+        self, parameter: torch.nn.Parameter, unit: Unit, storage: tuple[str, ...] = (), rows: int | None = None
+    ) -> None:
+        """Joins ``unit``; from now on ``parameter`` is what is stored."""
+        self.parameter = parameter
+        self.unit = unit
+        self.gather_group = self.runtime.group(storage)
+        self.rest_group = self.runtime.group(tuple(axis for axis in self.partial_axes if axis not in storage))
+        self._rows = rows
+        self._whole: torch.Tensor | None = None
+        self._fresh: torch.Tensor | None = None
+        self._fresh_owned = True
+        self._put_by: torch.Tensor | None = None
+        unit.members.append(self)
+
+    # -- what is stored, and what is used
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's stored shard."""
+        return cast(DTensor, self.parameter)._local_tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type in which products read W."""
+        name = self.unit.sharding.dtype
+        return self.parameter.dtype if name is None else cast(torch.dtype, getattr(torch, name))
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """The shape of the gathered W."""
+        shape = self.local.shape
+        return shape if self._rows is None else torch.Size((self._rows, *shape[1:]))
+
+    @property
+    def used_shape(self) -> torch.Size:
+        """The shape of what ``lease`` returns."""
+        shape = self.whole_shape
+        return shape if self.window is None else torch.Size((self.window[1] - self.window[0], *shape[1:]))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether products read another tensor than the stored one."""
+        return self.gather_group.size > 1 or self.dtype != self.parameter.dtype
+
+    def lease(self, use: Use | None = None) -> torch.Tensor:
+        """W as products read it: good until another unit is asked for, or the backward of ``use`` is over.
+
+        Raises RuntimeError where the stored parameter was written to since ``use`` was announced.
+        """
+        if use is not None and use.version != self.local._version:
+            raise RuntimeError(f"{self.name}: found a parameter that was modified between its forward and its backward")
+        if self.gathers:
+            self.unit.schedule.ask(self.unit)
+            assert self._whole is not None
+            whole = self._whole
+        else:
+            whole = self.local
+        return whole if self.window is None else whole[self.window[0] : self.window[1]]
+
+    def part(self) -> torch.Tensor:
+        """The stored shard in the element type of the gathered W."""
+        return self.local.to(self.dtype)
+
+    def room(self) -> torch.Tensor:
+        """Memory for the gathered W: always the same storage, so that aliases in a graph see it again."""
+        owner, arena = f"{self.name} (W)", self.runtime.arena
+        if self.unit.sharding.resident:
+            if self._whole is None:
+                self._whole = torch.empty(self.whole_shape, dtype=self.dtype, device=self.local.device)
+            trace.note(self._whole, "parameter")
+        elif self._whole is None:
+            self._whole = arena.lease(self.whole_shape, self.dtype, self.local.device, "gathered", owner)
+        else:
+            arena.renew(self._whole, "gathered", owner)
+        return self._whole
+
+    def vacate(self) -> None:
+        """Gives the memory of the gathered W back."""
+        if self._whole is not None:
+            self.runtime.arena.end(self._whole)
+
+    # -- gradients
+
+    def use(self, needed: bool = False) -> Use | None:
+        """Announces a backward to come, which ``finish`` ends.
+
+        needed: it reads W even where no gradient of W is wanted. None where nothing will come, and in a replay inside
+        backward.
+        """
+        wanted = self.parameter.requires_grad or needed
+        if not (wanted and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
+            return None
+        use = Use(self.local._version)
+        self.unit.uses.add(use)
+        return use
+
+    def deposit(self, gradient: torch.Tensor, owned: bool = True) -> None:
+        """Takes over ``gradient`` (of the shape leased, contiguous) during backward.
+
+        owned: nobody else holds its memory, which may be written to.
+        """
+        if self.window is not None:
+            whole = gradient.new_zeros(self.whole_shape)
+            whole[self.window[0] : self.window[1]] = gradient
+            gradient, owned = whole, True
+        schedule = self.unit.schedule
+        schedule.begin_backward(torch._C._current_graph_task_id())
+        schedule.advance()
+        if self._fresh is None:
+            self._fresh, self._fresh_owned = gradient, owned
+        else:
+            self._fresh = self._own_fresh().add_(gradient)
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether something is to be reduced before this backward returns."""
+        return self._fresh is not None or (self._put_by is not None and not self.unit.schedule.accumulating)
+
+    def _own_fresh(self) -> torch.Tensor:
+        """What was deposited, in memory that may be written to."""
+        assert self._fresh is not None
+        fresh = self._fresh if self._fresh_owned else self._fresh.clone()
+        self._fresh, self._fresh_owned = None, True
+        return fresh
+
+    def fetch(self) -> None:
+        """Starts to gather W, if it is not there: ``lease`` will wait for it."""
+        if self.gathers:
+            self.unit.schedule.ask(self.unit, wait=False)
+
+    def finish(self, use: Use | None) -> None:
+        """The backward of ``use`` is over: it reads W no more, and deposits nothing more."""
+        if use is not None:
+            self.unit.uses.discard(use)
+        if not self.unit.uses:
+            self.unit.complete()
+
+    def put_by(self) -> None:
+        """Adds what was deposited to what earlier micro-batches left, whole and unreduced."""
+        if self._fresh is None:
+            return
+        if self._put_by is None:
+            self._put_by = self._own_fresh()
+            trace.note(self._put_by, "gradient")
+        else:
+            fresh, self._fresh = self._fresh, None
+            self._put_by.add_(fresh)
+
+    def take_fresh(self) -> torch.Tensor | None:
+        """What is to be reduced, or None; with it goes what was put by."""
+        if self._put_by is not None:
+            self.put_by()
+            self._fresh, self._fresh_owned, self._put_by = self._put_by, True, None
+        if self._fresh is None:
+            return None
+        scattered = self.gather_group.size > 1
+        if scattered:
+            fresh, self._fresh = self._fresh, None
+        else:
+            fresh = self._own_fresh()
+        trace.note(fresh, "unreduced" if scattered else "gradient")
+        return fresh
+
+    def drop(self) -> None:
+        """Forgets what an aborted backward deposited."""
+        self._fresh = None
+
+    def wide(self, gradient: torch.Tensor) -> bool:
+        """Whether sums of ``gradient`` are taken in another precision than its own."""
+        name = self.unit.sharding.reduce_dtype
+        return (str(self.parameter.dtype) if name is None else f"torch.{name}") != str(gradient.dtype)
+
+    def new_gradient(self, whole: torch.Tensor) -> torch.Tensor:
+        """Room for this rank's part of the reduced gradient."""
+        dtype = self.parameter.dtype if self.wide(whole) else whole.dtype
+        part = torch.empty(self.local.shape, dtype=dtype, device=whole.device)
+        trace.note(part, "gradient")
+        return part
+
+    def widened(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient in the stored parameter's element type."""
+        if gradient.dtype != self.parameter.dtype:
+            gradient = gradient.to(self.parameter.dtype)
+            trace.note(gradient, "gradient")
+        return gradient
+
+    def land(self, gradient: torch.Tensor) -> None:
+        """Adds the reduced gradient to ``.grad``."""
+        parameter = cast(DTensor, self.parameter)
+        if parameter.grad is None:
+            parameter.grad = wrap(gradient, parameter.shape, parameter.device_mesh, parameter.placements)
+        else:
+            cast(DTensor, parameter.grad)._local_tensor.add_(gradient)

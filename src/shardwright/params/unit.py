@@ -1,0 +1,181 @@
+"""A unit: parameters that are gathered, released and reduced together.
+
+| when                                  | what, at level `parameters`                                              |
+|---------------------------------------|--------------------------------------------------------------------------|
+| a product asks for W                  | gather every W of the unit (one logical all-gather a group)              |
+| another unit is asked for, in forward | release W (unless kept, or its module is still at work)                  |
+| the last use in backward is over      | release W; reduce every dW (one logical reduce-scatter a group); land    |
+| backward ends                         | the same for units with uses that never came                             |
+
+Parts are rows of dimension 0 in rank order, so W is gathered straight into the tensor that products read, and dW is
+reduced from its own storage: nothing is packed or copied to travel.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwright.comm import GatheringTogether, ReducingTogether, ScatteringTogether
+from shardwright.comm.groups import AxisGroup
+from shardwright.sharding import Sharding
+
+if TYPE_CHECKING:
+    from shardwright.params.schedule import Schedule
+    from shardwright.params.stored import StoredParameter
+
+
+class Use:
+    """One use of a parameter by a forward pass whose backward is still to come. The graph that needs it holds it.
+
+    version: of the stored tensor when the forward read it.
+    """
+
+    __slots__ = ("__weakref__", "version")
+
+    def __init__(self, version: int):
+        self.version = version
+
+
+class Unit:
+    """``members`` that are gathered, released and reduced as one.
+
+    open, busy: how many forwards, and backwards, of the unit's module are at work, where modules tell (lending.py). W
+    is not released meanwhile.
+    """
+
+    def __init__(self, name: str, schedule: Schedule, sharding: Sharding):
+        self.name, self.schedule, self.sharding = name, schedule, sharding
+        self.members: list[StoredParameter] = []
+        self.open = self.busy = 0
+        self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
+        self.gathered = False
+        self._arrivals: list[GatheringTogether] = []
+        self._seen: list[tuple[int, int]] = []
+        self._stale = False
+
+    @property
+    def gathers(self) -> list[StoredParameter]:
+        """The members of which products read another tensor than the stored one."""
+        return [stored for stored in self.members if stored.gathers]
+
+    @property
+    def idle(self) -> bool:
+        """Whether W may be released before its backward is over."""
+        if self.open or self.busy or self.sharding.resident:
+            return False
+        return not (self.sharding.keep and self.uses)
+
+    def announce(self) -> Use:
+        """A backward to come that reads W, though it deposits nothing."""
+        use = Use(0)
+        self.uses.add(use)
+        return use
+
+    # -- gather and release
+
+    @property
+    def current(self) -> bool:
+        """Whether what is gathered (or under way) is what is stored now."""
+        return self.gathered and not self._stale and self._seen == self._versions()
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether a member has deposits that are not reduced yet."""
+        return any(stored.has_fresh for stored in self.members)
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(id(stored.local), stored.local._version) for stored in self.gathers]
+
+    def start(self, mode: str) -> None:
+        """Begins to gather every W."""
+        self.gathered, self._stale, self._seen = True, False, self._versions()
+        by_group: dict[AxisGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for stored in self.gathers:
+                pair = stored.part(), stored.room().data  # aliases that a graph holds must not see a write
+                by_group.setdefault(stored.gather_group, []).append(pair)
+            for group, pairs in by_group.items():
+                if group.size > 1:
+                    self._arrivals.append(GatheringTogether(pairs, group, self.name, mode))
+                else:
+                    for part, whole in pairs:
+                        whole.copy_(part)
+
+    def wait(self) -> None:
+        """Until every W is there."""
+        arrivals, self._arrivals = self._arrivals, []
+        with torch.inference_mode(False), torch.no_grad():
+            for arrival in arrivals:
+                arrival.finish()
+
+    def release(self) -> None:
+        """Gives the memory of every W back."""
+        self.wait()
+        self.gathered = False
+        for stored in self.gathers:
+            stored.vacate()
+
+    # -- backward
+
+    def complete(self) -> None:
+        """No living use is left in this backward: W is released, and what was deposited is reduced."""
+        if self.gathered and not (self.open or self.busy or self.sharding.resident):
+            self.release()
+        self.schedule.reduce(self)
+
+    def take_fresh(self) -> list[tuple[StoredParameter, torch.Tensor]]:
+        """What was deposited and is to be reduced now."""
+        if self.schedule.accumulating and self.sharding.reduced_once:
+            for stored in self.members:
+                stored.put_by()
+            return []
+        taken = [(stored, stored.take_fresh()) for stored in self.members]
+        return [(stored, fresh) for stored, fresh in taken if fresh is not None]
+
+    def reduction(self, fresh: Sequence[tuple[StoredParameter, torch.Tensor]]) -> Iterator[Handles]:
+        """Reduces and lands ``fresh``, a stage at a time: yields the handles that travel after each stage."""
+        results = dict(fresh)
+        scatters: list[ScatteringTogether | ReducingTogether] = []
+        for group, members in _by_group((stored.gather_group, stored) for stored, _ in fresh).items():
+            pairs = [(results[stored], stored.new_gradient(results[stored])) for stored in members]
+            wide = any(stored.wide(results[stored]) for stored in members)
+            scatters.append(ScatteringTogether(pairs, group, self.name, "async", wide))
+            results |= {stored: part for stored, (_, part) in zip(members, pairs, strict=True)}
+            del pairs
+        del fresh
+        if scatters:
+            yield scatters
+            _finish(scatters)
+        for stored, gradient in results.items():
+            results[stored] = stored.widened(gradient)
+        reductions: list[ScatteringTogether | ReducingTogether] = []
+        for group, members in _by_group((stored.rest_group, stored) for stored in results).items():
+            wide = any(stored.wide(results[stored]) for stored in members)
+            tensors = [results[stored] for stored in members]
+            reductions.append(ReducingTogether(tensors, group, self.name, "async", wide))
+        if reductions:
+            yield reductions
+            _finish(reductions)
+        for stored, gradient in results.items():
+            stored.land(gradient)
+        self._stale = self._stale or not self.schedule.accumulating
+
+
+Handles = Sequence[ScatteringTogether | ReducingTogether]
+
+
+def _by_group(pairs: Iterator[tuple[AxisGroup, StoredParameter]]) -> dict[AxisGroup, list[StoredParameter]]:
+    found: dict[AxisGroup, list[StoredParameter]] = {}
+    for group, stored in pairs:
+        if group.size > 1:
+            found.setdefault(group, []).append(stored)
+    return found
+
+
+def _finish(handles: list[ScatteringTogether | ReducingTogether]) -> None:
+    while handles:
+        handles.pop(0).finish()
