@@ -5,28 +5,43 @@ from __future__ import annotations
 import pytest
 
 from shardwright._errors import DoesNotFit, InputError
-from shardwright.demo.candidates import MOST, Candidate, by_preference, enumerate_layouts, global_batch, reason
+from shardwright.demo.candidates import (
+    DATA_LEVELS,
+    MOST,
+    Candidate,
+    by_preference,
+    enumerate_layouts,
+    global_batch,
+    reason,
+)
 from shardwright.trace import Alloc, Collective, Storage, Trace
 
 
 def candidate(name: str, peak: int, sent: int) -> Candidate:
     events = [Alloc(1, "forward", 0), Collective(1, "forward", "", "all_reduce", ("data",), (0, 1), sent, sent)]
-    return Candidate({"data": 2, "tensor": 2}, name, None, Trace(list(events), [Storage(peak, "parameter", "", "")]))
+    return Candidate(
+        {"data": 2, "tensor": 2}, name, "replicate", None, Trace(list(events), [Storage(peak, "parameter", "", "")])
+    )
 
 
-def test_four_ranks_have_seven_candidates() -> None:
+def test_four_ranks_have_nine_candidates() -> None:
     found = enumerate_layouts(4)
-    assert found[0] == ({"data": 4, "tensor": 1}, "replicate")
+    assert found[:3] == [({"data": 4, "tensor": 1}, "replicate", level) for level in DATA_LEVELS]
     names = ["tensor-all-reduce", "sequence-parallel", "sequence-parallel-keep"]
-    assert found[1:4] == [({"data": 2, "tensor": 2}, name) for name in names]
-    assert found[4:] == [({"data": 1, "tensor": 4}, name) for name in names]
+    assert found[3:6] == [({"data": 2, "tensor": 2}, name, "replicate") for name in names]
+    assert found[6:] == [({"data": 1, "tensor": 4}, name, "replicate") for name in names]
+
+
+def test_a_level_is_that_of_every_candidate() -> None:
+    assert {level for _, _, level in enumerate_layouts(4, "gradients")} == {"gradients"}
+    assert len(enumerate_layouts(4, "gradients")) == 7
 
 
 @pytest.mark.parametrize("ranks", range(1, 33))
 def test_every_candidate_fills_the_ranks_and_divides_the_batch(ranks: int) -> None:
     found = enumerate_layouts(ranks)
     assert 1 <= len(found) <= MOST
-    assert all(mesh["data"] * mesh["tensor"] == ranks for mesh, _ in found)
+    assert all(mesh["data"] * mesh["tensor"] == ranks for mesh, _, _ in found)
     assert global_batch(ranks) % ranks == 0
 
 

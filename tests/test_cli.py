@@ -84,7 +84,12 @@ def test_rehearse_refuses_bad_input(plan_path: Path, tmp_path: Path) -> None:
     assert "mesh: found 'data2'" in refused("rehearse", CONFIG, *SIZES, "--mesh", "data2")
     assert "layout" in refused("rehearse", CONFIG, *MESH, "--layout", "nope", "--batch", "8", "--sequence", "128")
     assert "float12" in refused("rehearse", CONFIG, *SIZES, *MESH, "--dtype", "float12")
+    assert "params.*: found 'zero9'; allowed: one of replicate" in refused(
+        "rehearse", CONFIG, *SIZES, *MESH, "--level", "zero9"
+    )
     assert "beside a plan" in refused("rehearse", plan_path, *MESH)
+    assert "beside a plan" in refused("rehearse", plan_path, "--level", "parameters")
+    assert "--level: found 'zero9'; allowed: replicate" in refused("demo", "--level", "zero9")
     assert "--rank: found 4; allowed: 0 to 3, or all" in refused("rehearse", plan_path, "--rank", "4")
     assert "--rank" in refused("rehearse", plan_path, "--rank", "-1")
     assert "--json" in refused("rehearse", plan_path, "--json", tmp_path / "no" / "figures.json")

@@ -26,6 +26,7 @@ BAD_INPUT, DOES_NOT_FIT = 2, 3
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 """Short names of element types."""
 
+LEVELS = "replicate, optimizer, gradients, parameters"
 SIZE = "such as 72GiB (GiB = 2^30 bytes)"
 app = typer.Typer(
     name="shardwright",
@@ -66,6 +67,7 @@ def demo(
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help=f"Limit for the peak of a rank, {SIZE}.")] = None,
     steps: Annotated[int, typer.Option(help="Training steps, at least 2.")] = 60,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
+    level: Annotated[str | None, typer.Option(metavar="LEVEL", help=f"Store parameters so: {LEVELS}.")] = None,
     json_path: JsonOption = None,
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep plan, text, metrics and traces in DIR (new or empty).")
@@ -79,7 +81,7 @@ def demo(
 
         from shardwright.demo.run import demo as run_demo
 
-        status = run_demo(ranks, limit, steps, seed, json_path, output)
+        status = run_demo(ranks, limit, steps, seed, json_path, output, level)
     if status:
         raise typer.Exit(status)
 
@@ -107,6 +109,10 @@ def rehearse(
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence (config only).")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or bf16 (config only).")] = None,
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches of a step (config only).")] = None,
+    level: Annotated[
+        str | None,
+        typer.Option(metavar="LEVEL", help=f"Store parameters over the data axes so (config only): {LEVELS}."),
+    ] = None,
     fallback: Annotated[
         bool, typer.Option("--fallback", help="Take a model without a rule table, its linears unsplit (config only).")
     ] = False,
@@ -127,6 +133,7 @@ def rehearse(
             "sequence": sequence,
             "dtype": dtype,
             "accumulation": accumulation,
+            "level": level,
             "fallback": fallback or None,
         }
         if source.is_dir() or source.suffix == ".json":
@@ -175,6 +182,8 @@ def _plan_for_config(config: Path, choices: dict[str, Any]) -> Plan:
             raise InputError(f"--{name}: found nothing; allowed: a value, which a config does not state")
     given = {name: value for name, value in choices.items() if value is not None}
     given["mesh"] = parse_mesh(given["mesh"])
+    if "level" in given:
+        given["params"] = {"*": given.pop("level")}
     if "dtype" in given:
         given["dtype"] = DTYPES.get(given["dtype"], given["dtype"])
     return Plan.for_config(config, **given)

@@ -14,18 +14,27 @@ from shardwright._files import format_bytes
 from shardwright._plan import Plan
 from shardwright.trace import Trace
 
-MOST = 7
+MOST = 9
 """Candidates that are rehearsed, at most."""
+
+DATA_LEVELS = ("replicate", "optimizer", "parameters")
+"""How pure data parallelism stores parameters, where nothing else is asked for (sharding.py)."""
 
 TENSOR_LAYOUTS = ("tensor-all-reduce", "sequence-parallel", "sequence-parallel-keep")
 
 
-def enumerate_layouts(ranks: int) -> list[tuple[dict[str, int], str]]:
-    """(mesh, layout name) of up to `MOST` candidates for ``ranks``: pure data parallelism, then growing tensor axes."""
-    found: list[tuple[dict[str, int], str]] = [({"data": ranks, "tensor": 1}, "replicate")]
+def enumerate_layouts(ranks: int, level: str | None = None) -> list[tuple[dict[str, int], str, str]]:
+    """(mesh, layout name, level) of up to `MOST` candidates for ``ranks``.
+
+    Pure data parallelism first, at several levels, then growing tensor axes; all at ``level`` where it is given.
+    """
+    data = {"data": ranks, "tensor": 1}
+    levels = (level,) if level is not None else DATA_LEVELS if ranks > 1 else DATA_LEVELS[:1]
+    found = [(data, "replicate", each) for each in levels]
     for tensor in range(2, ranks + 1):
         if ranks % tensor == 0:
-            found += [({"data": ranks // tensor, "tensor": tensor}, layout) for layout in TENSOR_LAYOUTS]
+            mesh = {"data": ranks // tensor, "tensor": tensor}
+            found += [(mesh, layout, level or "replicate") for layout in TENSOR_LAYOUTS]
     return found[:MOST]
 
 
@@ -37,18 +46,20 @@ def global_batch(ranks: int, wanted: int = 8) -> int:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh and a layout, with the plan and the rehearsal of rank 0, or the line that refused them."""
+    """A mesh, a layout and a level, with the plan and the rehearsal of rank 0, or the line that refused them."""
 
     mesh: dict[str, int]
     layout: str
+    level: str = "replicate"
     plan: Plan | None = None
     trace: Trace | None = None
     refused: str | None = None
 
     @property
     def name(self) -> str:
-        """``data=2,tensor=2 sequence-parallel``."""
-        return ",".join(f"{axis}={size}" for axis, size in self.mesh.items()) + f" {self.layout}"
+        """``data=2,tensor=2 sequence-parallel``, and the level where it splits storage."""
+        mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        return f"{mesh} {self.layout}" + (f" {self.level}" if self.level != "replicate" else "")
 
     @property
     def peak(self) -> int:
@@ -67,7 +78,8 @@ class Candidate:
     def to_json(self, memory: int | None) -> dict[str, Any]:
         """Plain data for ``--json``."""
         known = {"peak": self.peak, "sent": self.sent} if self.trace else {"peak": None, "sent": None}
-        return {"mesh": self.mesh, "layout": self.layout, **known, "fits": self.fits(memory), "refused": self.refused}
+        named = {"mesh": self.mesh, "layout": self.layout, "level": self.level}
+        return {**named, **known, "fits": self.fits(memory), "refused": self.refused}
 
 
 def by_preference(candidates: Sequence[Candidate], memory: int | None) -> list[Candidate]:
@@ -110,15 +122,19 @@ def candidate_table(candidates: Sequence[Candidate], memory: int | None, chosen:
     table = Table(title=f"Candidates, rehearsed for rank 0 at equal global batch{limit}")
     table.add_column("data × tensor", no_wrap=True)
     table.add_column("layout", no_wrap=True)
+    table.add_column("level", no_wrap=True)
     table.add_column("peak (bytes)", justify="right")
     table.add_column("sent in a step (bytes)", justify="right")
     table.add_column("fits", overflow="fold")
     for candidate in candidates:
         mesh = " × ".join(str(size) for size in candidate.mesh.values())
         if candidate.trace is None:
-            table.add_row(mesh, candidate.layout, "–", "–", Text(f"refused: {candidate.refused}"), style="dim")
+            table.add_row(
+                mesh, candidate.layout, candidate.level, "–", "–", Text(f"refused: {candidate.refused}"), style="dim"
+            )
             continue
         fits = "no" if not candidate.fits(memory) else "yes, chosen" if candidate is chosen else "yes"
         style = "bold" if candidate is chosen else ""
-        table.add_row(mesh, candidate.layout, f"{candidate.peak:,}", f"{candidate.sent:,}", fits, style=style)
+        figures = (f"{candidate.peak:,}", f"{candidate.sent:,}")
+        table.add_row(mesh, candidate.layout, candidate.level, *figures, fits, style=style)
     return table

@@ -32,6 +32,7 @@ from shardwright.demo.candidates import (
 from shardwright.report.console import table_console
 from shardwright.report.ledger import ledger_json, ledger_table, rank_label
 from shardwright.report.volume import collectives_json
+from shardwright.sharding import LEVELS
 from shardwright.trace import Trace
 from shardwright.train.data import standard_library, standard_library_text, train_tokenizer
 from shardwright.train.launch import launch
@@ -61,6 +62,7 @@ def demo(
     seed: int,
     json_path: Path | None = None,
     out_dir: Path | None = None,
+    level: str | None = None,
 ) -> int:
     """Runs the demo on ``ranks`` processes of this machine; returns the exit status.
 
@@ -68,13 +70,16 @@ def demo(
 
     memory: the limit in bytes that the peak of every rank must meet, None for no limit. steps: optimizer steps.
     json_path: where the figures go as JSON. out_dir: a new or empty directory that keeps plan, run file, text,
-    tokenizer, metrics and traces; otherwise a temporary one.
+    tokenizer, metrics and traces; otherwise a temporary one. level: how every candidate stores its parameters; by
+    default whole, and pure data parallelism at other levels too.
     Raises InputError for bad input, DoesNotFit where no layout meets the limit.
     """
     if ranks < 1:
         raise InputError(f"--ranks: found {ranks}; allowed: at least 1")
     if steps < RECORDED_STEPS:
         raise InputError(f"--steps: found {steps}; allowed: at least {RECORDED_STEPS}, the steps that are recorded")
+    if level is not None and level not in LEVELS:
+        raise InputError(f"--level: found {level!r}; allowed: {', '.join(LEVELS)}")
     if json_path is not None:
         check_directory(json_path, "--json")
     console = table_console()
@@ -83,7 +88,7 @@ def demo(
             work = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="shardwright-demo-")))
         else:
             work = _empty_directory(out_dir)
-        return _demo(ranks, memory, steps, seed, json_path, work, console)
+        return _demo(ranks, memory, steps, seed, json_path, work, console, level)
 
 
 def _empty_directory(path: Path) -> Path:
@@ -97,12 +102,19 @@ def _empty_directory(path: Path) -> Path:
 
 
 def _demo(
-    ranks: int, memory: int | None, steps: int, seed: int, json_path: Path | None, work: Path, console: Console
+    ranks: int,
+    memory: int | None,
+    steps: int,
+    seed: int,
+    json_path: Path | None,
+    work: Path,
+    console: Console,
+    level: str | None,
 ) -> int:
     config = work / "config.json"
     config.write_bytes(resources.files("shardwright.demo").joinpath("config.json").read_bytes())
 
-    candidates = _rehearse_candidates(config, ranks, seed, console)
+    candidates = _rehearse_candidates(config, enumerate_layouts(ranks, level), seed, console)
     try:
         fitting = by_preference(candidates, memory)
         chosen, rehearsed = _first_that_fits(config, fitting, memory, console)
@@ -148,27 +160,29 @@ def _demo(
     return 0 if equal else 1
 
 
-def _rehearse_candidates(config: Path, ranks: int, seed: int, console: Console) -> list[Candidate]:
+def _rehearse_candidates(
+    config: Path, layouts: Sequence[tuple[dict[str, int], str, str]], seed: int, console: Console
+) -> list[Candidate]:
     """Every candidate with its rehearsal of rank 0; one that its sizes refuse keeps the line that says so."""
-    layouts = enumerate_layouts(ranks)
     done: list[Candidate] = []
     with console.status("rehearsing") as status:
-        for number, (mesh, layout) in enumerate(layouts, start=1):
-            candidate = Candidate(mesh, layout)
+        for number, (mesh, layout, level) in enumerate(layouts, start=1):
+            candidate = Candidate(mesh, layout, level)
             _progress(console, status, f"rehearsing {number} of {len(layouts)}: {candidate.name}")
             plan = Plan.for_config(
                 config,
                 mesh=mesh,
                 layout=layout,
-                batch=global_batch(ranks),
+                batch=global_batch(mesh["data"] * mesh["tensor"]),
                 sequence=SEQUENCE,
                 seed=seed,
                 dtype=DTYPE,
+                params={"*": level},
             )
             try:
-                done.append(Candidate(mesh, layout, plan, rehearse(config, plan, rank=0)))
+                done.append(Candidate(mesh, layout, level, plan, rehearse(config, plan, rank=0)))
             except InputError as error:
-                done.append(Candidate(mesh, layout, refused=str(error)))
+                done.append(Candidate(mesh, layout, level, refused=str(error)))
     return done
 
 
