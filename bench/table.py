@@ -56,7 +56,7 @@ def _table(group: dict[str, Any]) -> str:
     rates = list(group["variants"][0]["timed"])
     heads = ["variant", "keeps", *(f"{rate} Gbit/s: ms" for rate in rates), "hidden", "processor ms", "sent MiB"]
     heads += ["peak MiB", "saved MiB", "transient MiB", "buffers MiB"]
-    lines = [f"**{group['hosts']} hosts × {group['ranks']}**", "", _line(heads), _line(["---"] * len(heads))]
+    lines = [f"**{group['hosts']} hosts × {group['ranks']}**", "", line(heads), line(["---"] * len(heads))]
     for variant in group["variants"]:
         cells = [variant["name"], variant["saves"]]
         cells += [f"{median(variant, rate):.0f} ({spread(variant, rate):.0f})" for rate in rates]
@@ -65,7 +65,7 @@ def _table(group: dict[str, Any]) -> str:
         cells.append(f"{median(variant, rates[-1], 'processor_ms'):.0f}")
         cells.append(f"{median(variant, rates[-1], 'sent') / MIB:.1f}")
         cells += [f"{variant[key] / MIB:.1f}" for key in ("peak", "saved", "transient", "buffers")]
-        lines.append(_line(cells))
+        lines.append(line(cells))
     every = [share for v in group["variants"] for timed in v["timed"].values() for share in timed["foreign"]]
     disturbed = sum(share > DISTURBED for share in every)
     lines += ["", f"In {disturbed} of {len(every)} steps other programs took over a tenth of the processors."]
@@ -80,28 +80,30 @@ def _verdict(group: dict[str, Any]) -> str:
     rates = list(torchs["timed"])
     heads = ["variant", "keeps", "hidden ≥ 0.7", "can hide", "step / fastest peer's < 1"]
     heads += ["transient / torch's ≤ 0.5", "buffers / torch's ≤ 0.5"]
-    lines = [f"Goals, at {', '.join(rates)} Gbit/s:", "", _line(heads), _line(["---"] * len(heads))]
+    lines = [f"Goals, at {', '.join(rates)} Gbit/s:", "", line(heads), line(["---"] * len(heads))]
     for variant in group["variants"]:
         if variant["family"] != "ours" or variant["name"] == "blocking":
             continue
         shares, ratios = [], []
         for rate in rates:
             share = hidden_share(group, variant, rate) or 0.0
-            shares.append(f"{share:.2f} {_mark(share >= 0.7)}")
+            shares.append(f"{share:.2f} {mark(share >= 0.7)}")
             ratio = median(variant, rate) / min(median(peer, rate) for peer in peers)
-            ratios.append(f"{ratio:.2f} {_mark(ratio < 1)}")
+            ratios.append(f"{ratio:.2f} {mark(ratio < 1)}")
         memory = [variant[key] / torchs[key] for key in ("transient", "buffers")]
         limits = " · ".join(f"{hidable(group, variant, rate):.2f}" for rate in rates)
         cells = [variant["name"], variant["saves"], " · ".join(shares), limits, " · ".join(ratios)]
-        lines.append(_line(cells + [f"{part:.2f} {_mark(part <= 0.5)}" for part in memory]))
+        lines.append(line(cells + [f"{part:.2f} {mark(part <= 0.5)}" for part in memory]))
     return "\n".join(lines)
 
 
-def _mark(met: bool) -> str:
+def mark(met: bool) -> str:
+    """Whether a goal is met."""
     return "✓" if met else "✗"
 
 
-def _line(cells: list[str]) -> str:
+def line(cells: list[str]) -> str:
+    """A row of a table."""
     return "| " + " | ".join(cells) + " |"
 
 

@@ -301,9 +301,9 @@ def test_a18_linears_built_in_any_order():
             assert torch.equal(gx, rx) and all(torch.equal(gw[name], rw[name]) for name in rw)
 
 
-def fallback_run(axes, steps, recorded):
+def fallback_run(axes, steps, recorded, level="replicate"):
     path = tiny.write_config({"model_type": "starcoder2", **COMMON, "sliding_window": None, "use_bias": True})
-    plan = tiny.plan_of(axes, "replicate", path, fallback=True)
+    plan = tiny.plan_of(axes, "replicate", path, fallback=True, params={"*": level})
     return tiny.train(plan, steps, recorded, path)
 
 
@@ -316,8 +316,8 @@ def test_a_family_without_a_rule_is_refused_or_runs_unsplit():
         rehearse(path, refused)
     ((reference, _),) = on_ranks(1, fallback_run, {"data": 1, "tensor": 1}, 10, 0)
     assert reference[-1] < reference[0]
-    for axes in ({"data": 4, "tensor": 1}, {"data": 2, "tensor": 2}):
-        plan = tiny.plan_of(axes, "replicate", path, fallback=True)
-        for rank, (losses, real) in enumerate(on_ranks(4, fallback_run, axes, 10, 2)):
+    for axes, level in (({"data": 4, "tensor": 1}, "parameters"), ({"data": 2, "tensor": 2}, "replicate")):
+        plan = tiny.plan_of(axes, "replicate", path, fallback=True, params={"*": level})
+        for rank, (losses, real) in enumerate(on_ranks(4, fallback_run, axes, 10, 2, level)):
             assert max(abs(a - b) / b for a, b in zip(losses, reference, strict=True)) <= 1e-5
             assert_same(rehearse(path, plan, rank=rank), real)

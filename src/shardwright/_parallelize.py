@@ -38,9 +38,10 @@ from shardwright.linear.carrier import Carrier, TokenShape, tokens_of
 from shardwright.linear.grid_linear import sharding_of
 from shardwright.linear.product import Product, names, weight_placements
 from shardwright.mesh import chunk
-from shardwright.models import Family, fallback, family_of, has_rule
+from shardwright.models import Family, family_of, has_rule
 from shardwright.params import ParameterStore, Schedule
 from shardwright.params.initial import Source, from_seed, from_values
+from shardwright.params.lending import lend
 from shardwright.params.random import key_of
 from shardwright.sharding import Sharding
 from shardwright.site import Site, check_divides, check_edges
@@ -88,14 +89,26 @@ def _unsplit(model: Any, mesh: DeviceMesh, runtime: Runtime, plan: Plan, source:
     """A model without a rule table: data parallel over the plan's data axes, its modules as they are."""
     group = runtime.group(plan.data_axes)
     _check_batch(plan, plan.data_axes)
-    fallback.fill(model, source, torch.device(mesh.device_type))
-    fallback.reduce_gradients(model, group)
+    runtime.arena.slots = plan.arena
+    lend(model, mesh, plan.data_axes, plan.sharding_for, plan.in_flight, source=source)
+    _fill_buffers(model, torch.device(mesh.device_type))
     model.config.use_cache = False
     if getattr(model, "_supports_attention_backend", False):
         model.config._attn_implementation = attention.register()
     model.loss_function = CausalLoss(VocabParallelLoss(mesh, (), group.axes))
     model.register_forward_pre_hook(_BeginForward(TokenShape(), None), with_kwargs=True)
     return model
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Buffers are computed, not drawn: every rank holds them whole."""
+    for module in model.modules():
+        meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        for name, buffer in meta.items():
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            trace.note(module._buffers[name], "buffer")
+        if meta:
+            model._init_weights(module)
 
 
 def _check_batch(plan: Plan, axes: tuple[str, ...]) -> None:
@@ -155,7 +168,7 @@ class _Conversion:
         self._norm(family.final_norm, self.stream)
         for name in family.dropouts:
             self._dropout(name)
-        self._buffers()
+        _fill_buffers(model, torch.device(self.mesh.device_type))
         self._loss()
         model.config.use_cache = False
         model.config._attn_implementation = attention.register()
@@ -279,16 +292,6 @@ class _Conversion:
         for parent in family.parents:
             inside = [site for key, site in self.sites.items() if key.startswith(f"{name}.{parent}.")]
             block.get_submodule(parent).register_forward_hook(_Clear(inside), always_call=True)
-
-    def _buffers(self) -> None:
-        """Buffers are computed, not drawn: every rank holds them whole."""
-        for module in self.model.modules():
-            meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-            for name, buffer in meta.items():
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.mesh.device_type)
-                trace.note(module._buffers[name], "buffer")
-            if meta:
-                self.model._init_weights(module)
 
     def _loss(self) -> None:
         layout = self.layout_of[self.family.head]

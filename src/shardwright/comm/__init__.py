@@ -6,7 +6,7 @@ from shardwright.comm.exchange import Gathering, Scattering
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.reduction import reduce_output
 from shardwright.comm.runtime import Runtime
-from shardwright.comm.together import GatheringTogether, ReducingTogether, ScatteringTogether
+from shardwright.comm.together import GatheringTogether, Logged, ReducingTogether, ScatteringTogether
 
 __all__ = [
     "Arena",
@@ -14,6 +14,7 @@ __all__ = [
     "AxisGroup",
     "Gathering",
     "GatheringTogether",
+    "Logged",
     "Reducing",
     "ReducingTogether",
     "Runtime",

@@ -10,6 +10,7 @@ No tensor that a handle holds may be released before the handle has finished.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -22,30 +23,34 @@ from shardwright.mesh import chunk
 
 def log(
     kind: str, group: AxisGroup, whole_bytes: int, own_bytes: int, module: str, mode: str, last_bytes: int | None = None
-) -> None:
-    """Writes one logical collective into the trace.
+) -> Callable[[int, int], None] | None:
+    """Writes one logical collective into the trace; returns how to say that more has joined it (trace.collective).
 
-    whole_bytes: of the full tensor; own_bytes: of this rank's part. A direct all-gather sends the own part n − 1 times;
-    a ring sends every part but that of the next rank (``last_bytes``). A reduce-scatter sends all but the own part.
+    whole_bytes: of the full tensor; own_bytes: of this rank's part.
     """
-    n = group.size
+    sent = sent_bytes(kind, group.size, whole_bytes, own_bytes, last_bytes)
+    return trace.collective(kind, group.axes, group.ranks, whole_bytes, sent, mode=mode, module=module)
+
+
+def sent_bytes(kind: str, n: int, whole_bytes: int, own_bytes: int, last_bytes: int | None = None) -> int:
+    """What this rank sends. A direct all-gather sends the own part n − 1 times; a ring sends every part but that of the
+    next rank (``last_bytes``). A reduce-scatter sends all but the own part.
+    """
     if kind == "all_gather":
-        sent = own_bytes * (n - 1) if last_bytes is None else whole_bytes - last_bytes
-    elif kind == "reduce_scatter":
-        sent = whole_bytes - own_bytes
-    else:
-        sent = 2 * whole_bytes * (n - 1) // n
-    trace.collective(kind, group.axes, group.ranks, whole_bytes, sent, mode=mode, module=module)
+        return own_bytes * (n - 1) if last_bytes is None else whole_bytes - last_bytes
+    if kind == "reduce_scatter":
+        return whole_bytes - own_bytes
+    return 2 * whole_bytes * (n - 1) // n
 
 
-def send(tensor: torch.Tensor, peer: int, group: AxisGroup) -> dist.Work:
+def send(tensor: torch.Tensor, peer: int, group: AxisGroup, tag: int) -> dist.Work:
     """Starts sending to the group's member number ``peer``."""
-    return cast(dist.Work, dist.isend(tensor, group.ranks[peer], group=group.process_group))
+    return cast(dist.Work, dist.isend(tensor, group.ranks[peer], group=group.process_group, tag=tag))
 
 
-def receive(tensor: torch.Tensor, peer: int, group: AxisGroup) -> dist.Work:
-    """Starts receiving from the group's member number ``peer``."""
-    return cast(dist.Work, dist.irecv(tensor, group.ranks[peer], group=group.process_group))
+def receive(tensor: torch.Tensor, peer: int, group: AxisGroup, tag: int) -> dist.Work:
+    """Starts receiving what the group's member number ``peer`` sends with the same tag."""
+    return cast(dist.Work, dist.irecv(tensor, group.ranks[peer], group=group.process_group, tag=tag))
 
 
 def pass_along(outgoing: torch.Tensor | None, incoming: torch.Tensor | None, group: AxisGroup) -> list[dist.Work]:
@@ -66,7 +71,7 @@ def pass_along(outgoing: torch.Tensor | None, incoming: torch.Tensor | None, gro
         ]
         return dist.batch_isend_irecv(operations)
     return [
-        send(tensor, peer, group) if kind is dist.isend else receive(tensor, peer, group)
+        send(tensor, peer, group, 0) if kind is dist.isend else receive(tensor, peer, group, 0)
         for kind, tensor, peer in wanted
     ]
 
@@ -104,11 +109,12 @@ class Gathering:
                 work = dist.all_gather_into_tensor(whole, self._part, group=group.process_group, async_op=True)
             self._all = cast(dist.Work, work)
             return
+        tag = next(group.tags)
         peers = [(group.index + step) % group.size for step in range(1, group.size)]
         for peer in reversed(peers):
             if self._places[peer].numel():
-                self._arrivals[peer] = receive(self._places[peer], peer, group)
-        self._sends = [send(self._part, peer, group) for peer in peers if part.numel()]
+                self._arrivals[peer] = receive(self._places[peer], peer, group, tag)
+        self._sends = [send(self._part, peer, group, tag) for peer in peers if part.numel()]
         mine.copy_(self._part)
 
     def wait(self, peer: int) -> None:
@@ -160,6 +166,7 @@ class Scattering:
             self._all = self._on_nccl()
             return
         n, me = group.size, group.index
+        self._tag = next(group.tags)
         peers = [(me - s) % n for s in range(1, n)]
         self._sources = [(me + s) % n for s in range(1, n)] if part.numel() else []
         self._total = part
@@ -174,8 +181,8 @@ class Scattering:
         free = list(self._scratch) if self._wide else [part, *self._scratch]
         for source in self._sources[: len(free)]:
             buffer = free.pop(0)
-            self._arrivals.append((receive(buffer, source, group), buffer))
-        self._sends = [send(self._places[peer], peer, group) for peer in peers if self._places[peer].numel()]
+            self._arrivals.append((receive(buffer, source, group, self._tag), buffer))
+        self._sends = [send(self._places[peer], peer, group, self._tag) for peer in peers if self._places[peer].numel()]
 
     def _new_total(self) -> torch.Tensor:
         """Where a wide sum is added up: the part itself, if it is wide enough."""
@@ -207,7 +214,7 @@ class Scattering:
             self._total.add_(buffer)
             due = self._taken + len(self._arrivals)
             if due < len(self._sources):
-                self._arrivals.append((receive(buffer, self._sources[due], self.group), buffer))
+                self._arrivals.append((receive(buffer, self._sources[due], self.group, self._tag), buffer))
 
     def finish(self) -> None:
         """Until the sum is in ``part``, and everything sent."""

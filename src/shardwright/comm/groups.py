@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +17,8 @@ class AxisGroup:
     """The ranks that differ from this one only along ``axes``.
 
     ranks: global ranks in mesh order; index: this rank's place among them. process_group is None for a group of one,
-    which never communicates. backend: the *declared* one (gloo, nccl), by which algorithms are chosen.
+    which never communicates. backend: the *declared* one (gloo, nccl), by which algorithms are chosen. tags: numbers of
+    the exchanges under way, so that the messages of one are never taken for those of another.
     """
 
     axes: tuple[str, ...]
@@ -24,6 +26,7 @@ class AxisGroup:
     index: int
     backend: str
     process_group: dist.ProcessGroup | None
+    tags: Iterator[int] = field(default_factory=lambda: count(1), compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -45,6 +48,7 @@ class Groups:
         self.place: Mapping[str, int] = dict(zip(self.sizes, place, strict=True))
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._by_axes: dict[tuple[str, ...], AxisGroup] = {}
+        self._tags: dict[tuple[int, ...], Iterator[int]] = {}
         for axis in self.sizes:
             self._by_ranks.setdefault(self._members((axis,)), mesh.get_group(axis))
         if dist.group.WORLD is not None:
@@ -73,5 +77,6 @@ class Groups:
                     process_group = dist.new_group(list(ranks), use_local_synchronization=True)
                     self._by_ranks[ranks] = process_group
             index = ranks.index(dist.get_rank())
-            group = self._by_axes[key] = AxisGroup(key, ranks, index, self.backend, process_group)
+            tags = self._tags.setdefault(ranks, count(1))
+            group = self._by_axes[key] = AxisGroup(key, ranks, index, self.backend, process_group, tags)
         return group

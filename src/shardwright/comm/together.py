@@ -5,7 +5,7 @@ The parts travel each from and to its own place, without packing. On NCCL all ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -14,19 +14,38 @@ import torch.distributed as dist
 
 from shardwright import trace
 from shardwright.comm.collectives import Reducing
-from shardwright.comm.exchange import Gathering, Scattering, log
+from shardwright.comm.exchange import Gathering, Scattering, log, sent_bytes
 from shardwright.comm.groups import AxisGroup
 
 _coalescing_manager: Any = dist.distributed_c10d._coalescing_manager
 
 
+class Logged:
+    """One logical operation of the trace, which launches join one after the other."""
+
+    def __init__(self) -> None:
+        self._whole = self._own = 0
+        self._grow: Callable[[int, int], None] | None = None
+
+    def join(self, kind: str, group: AxisGroup, whole_bytes: int, own_bytes: int, module: str, mode: str) -> None:
+        """A launch of ``whole_bytes``, ``own_bytes`` of them this rank's; the first one begins the operation."""
+        begun = self._whole > 0
+        self._whole, self._own = self._whole + whole_bytes, self._own + own_bytes
+        if not begun:
+            self._grow = log(kind, group, whole_bytes, own_bytes, module, mode)
+        elif self._grow is not None:
+            self._grow(self._whole, sent_bytes(kind, group.size, self._whole, self._own))
+
+
 class _Together:
-    """Handles under way that are waited for as one."""
+    """Handles under way that are waited for as one. logged: the operation that they join, by default their own."""
 
     kind: str
 
-    def __init__(self, group: AxisGroup, module: str, mode: str, whole_bytes: int, own_bytes: int):
-        log(self.kind, group, whole_bytes, own_bytes, module, mode)
+    def __init__(
+        self, group: AxisGroup, module: str, mode: str, whole_bytes: int, own_bytes: int, logged: Logged | None = None
+    ):
+        (logged or Logged()).join(self.kind, group, whole_bytes, own_bytes, module, mode)
         self.group, self.module, self.mode = group, module, mode
         self._launch: dist.Work | None = None
         self._each: Sequence[Gathering | Scattering | Reducing] = ()
@@ -83,10 +102,11 @@ class ScatteringTogether(_Together):
         module: str,
         mode: str,
         wide: bool = False,
+        logged: Logged | None = None,
     ):
         whole_bytes = sum(whole.nbytes for whole, _ in pairs)
         own = sum(part.numel() * whole.element_size() for whole, part in pairs)
-        super().__init__(group, module, mode, whole_bytes, own)
+        super().__init__(group, module, mode, whole_bytes, own, logged)
         with self._one_launch():
             self._each = [Scattering(whole, part, group, module, "blocking", wide) for whole, part in pairs]
 
@@ -102,9 +122,17 @@ class ReducingTogether(_Together):
 
     kind = "all_reduce"
 
-    def __init__(self, tensors: Sequence[torch.Tensor], group: AxisGroup, module: str, mode: str, wide: bool = False):
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        group: AxisGroup,
+        module: str,
+        mode: str,
+        wide: bool = False,
+        logged: Logged | None = None,
+    ):
         size = sum(tensor.nbytes for tensor in tensors)
-        super().__init__(group, module, mode, size, size)
+        super().__init__(group, module, mode, size, size, logged)
         with self._one_launch():
             self._each = [Reducing(tensor, group, module, "blocking", wide) for tensor in tensors]
 

@@ -2,7 +2,7 @@
 
 | when                       | what                                                                                |
 |----------------------------|-------------------------------------------------------------------------------------|
-| before the unit's forward  | gather; the module sees plain tensors, each the output of an autograd node: a loan  |
+| before the unit's forward  | gather; the module sees plain tensors, each a leaf of the graph: a loan             |
 | after it                   | the module has its DTensors back; W is released when the next unit is asked for     |
 | gradient reaches an output | gather again, into the storage that the graph has kept                              |
 | gradient reaches a loan    | it is deposited; when the unit's inputs have theirs, its backward is over           |
@@ -12,9 +12,10 @@ Loans share the storage of the gathered W, which has no memory between forward a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright._errors import InputError
 from shardwright.params.initial import Source, from_values
+from shardwright.params.schedule import Schedule
 from shardwright.params.store import ParameterStore
 from shardwright.params.stored import StoredParameter
 from shardwright.params.unit import Unit, Use
@@ -60,17 +62,40 @@ def shard(
     Raises InputError where an axis or a level is unknown, or units match nothing.
     """
     sharding = _sharding(mesh_axes, level, keep, dtype, reduce_dtype)
+    axes = mesh_axes.mesh_dim_names or ()
+    return lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, in_flight, units, source)
+
+
+def lend(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    axes: tuple[str, ...],
+    sharding_of: Callable[[str], Sharding],
+    in_flight: int = 2,
+    units: Sequence[str] | None = None,
+    source: Source = from_values,
+) -> nn.Module:
+    """As ``shard``, each unit as ``sharding_of`` its name says. axes: those of ``mesh`` over which data are split."""
     names = _unit_names(module, units)
 
     def unit_of(parameter: str) -> str:
         holder = parameter.rpartition(".")[0]
-        inside = [name for name in names if name in ("", holder) or holder.startswith(f"{name}.")]
-        return max(inside, key=len) if inside else holder
+        unit = _innermost(names, holder)
+        return holder if unit is None else unit
 
-    store = ParameterStore(mesh_axes._get_root_mesh(), lambda _: sharding, unit_of, in_flight)
-    places = _place_all(module, store, mesh_axes.mesh_dim_names or (), source)
-    for name in names:
-        _Lender(name, module.get_submodule(name), store, places)
+    store = ParameterStore(mesh, sharding_of, unit_of, in_flight)
+    places = _place_all(module, store, axes, source, names)
+    for name, inner in module.named_modules():
+        unit = _innermost(names, name)
+        below = [place for place in places if _holds(name, place.holder) and place.unit == unit]
+        if below:
+            _Lender(inner, store.schedule, below)
+
+    def rest(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            store.schedule.rest()
+
+    module.register_forward_hook(rest, always_call=True)
     cast(Any, module).parameter_store = store
     return module
 
@@ -133,7 +158,14 @@ def _holds(outer: str, name: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def _place_all(module: nn.Module, store: ParameterStore, axes: tuple[str, ...], source: Source) -> list[Place]:
+def _innermost(units: Sequence[str], name: str) -> str | None:
+    """The unit that the module of that name lies in, if any."""
+    return max((unit for unit in units if _holds(unit, name)), key=len, default=None)
+
+
+def _place_all(
+    module: nn.Module, store: ParameterStore, axes: tuple[str, ...], source: Source, units: Sequence[str]
+) -> list[Place]:
     """Stores every parameter; where plain modules use one."""
     own = [inner for inner in module.modules() if hasattr(inner, "stored_parameters")]
     found = {stored.parameter: stored for inner in own for stored in cast(Any, inner).stored_parameters()}
@@ -158,63 +190,49 @@ def _place_all(module: nn.Module, store: ParameterStore, axes: tuple[str, ...], 
             found[parameter] = stored
             inner._parameters[key] = stored.parameter
             if inner not in own:
-                places.append(Place(name, inner, key, stored))
+                places.append(Place(name, inner, key, stored, _innermost(units, name) or ""))
     return places
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a plain module uses a parameter: ``module.key``, the module's qualified name being ``holder``."""
+    """Where a plain module uses a parameter: ``module.key``. unit: the name of the unit whose module that lies in."""
 
     holder: str
     module: nn.Module
     key: str
     stored: StoredParameter
+    unit: str
 
 
 class _Lender:
-    """Lends the parameters below one unit's module while its forward runs.
+    """Lends the parameters below one module while its forward runs, those aside that are lent already.
 
-    Those of units further inside are lent by their own lenders; those of other units, shared with a module of this one,
-    are lent here.
+    So a unit's module lends all, and what is inside lends only when it is called by itself: in a recomputation.
     """
 
-    def __init__(self, name: str, module: nn.Module, store: ParameterStore, places: Sequence[Place]):
-        self.places = [
-            place
-            for place in places
-            if _holds(name, place.holder)
-            and (place.stored.unit.name == name or not _holds(name, place.stored.unit.name))
-        ]
-        self.units = list(dict.fromkeys(place.stored.unit for place in self.places))
-        self.schedule = store.schedule
-        self._calls: list[_Call] = []
-        if self.places:
-            module.register_forward_pre_hook(self._lend, with_kwargs=True)
-            module.register_forward_hook(self._take_back, always_call=True)
+    def __init__(self, module: nn.Module, schedule: Schedule, places: Sequence[Place]):
+        self.places, self.schedule = places, schedule
+        self._calls: list[_Call | None] = []
+        module.register_forward_pre_hook(self._lend, with_kwargs=True)
+        module.register_forward_hook(self._take_back, always_call=True)
 
     def _lend(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = _Call(self.units)
-        self._calls.append(call)
+        places = [place for place in self.places if place.key not in place.module.__dict__]
+        self._calls.append(None)
+        if not places:
+            return None
+        self.schedule.begin_pass()
+        call = self._calls[-1] = _Call(places)
         args, kwargs = call.watch(args, kwargs)
-        for place in self.places:
-            loan = place.stored.lease()
-            if place.stored.parameter.requires_grad and torch.is_grad_enabled():
-                loan = _Loan.apply(place.stored.parameter, place.stored, call, call.expect(place.stored.unit))
-            call.hidden.append(place.module.__dict__.get(place.key))
-            place.module.__dict__[place.key] = loan  # found before the module's own parameters
+        for place in places:
+            place.module.__dict__[place.key] = call.loan(place.stored)  # found before the module's own parameters
         return args, kwargs
 
-    def _take_back(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _take_back(self, module: nn.Module, args: Any, output: Any) -> None:
         call = self._calls.pop()
-        for place, hidden in zip(self.places, call.hidden, strict=False):
-            if hidden is None:
-                place.module.__dict__.pop(place.key, None)
-            else:
-                place.module.__dict__[place.key] = hidden
-        call.close(output)
-        if not torch.is_grad_enabled() and not any(unit.open for unit in self.schedule.units):
-            self.schedule.rest()
+        if call is not None:
+            call.close(output)
 
 
 class _Call:
@@ -224,14 +242,15 @@ class _Call:
     parameters that have none were not used. Where nothing tells, the end of backward does.
     """
 
-    def __init__(self, units: Sequence[Unit]):
-        self.units = units
-        self.hidden: list[torch.Tensor | None] = []
-        self._expected: list[Unit] = []  # of every gradient that is to come, its unit
+    def __init__(self, places: Sequence[Place]):
+        self.places = places
+        self.units = list(dict.fromkeys(place.stored.unit for place in places))
+        self._expected: list[tuple[Unit, StoredParameter | None]] = []  # whose gradients are to come; None: the inputs'
         self._uses: dict[int, Use] = {}
-        self._watched = self._begun = False
-        self._wanted = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        for unit in units:
+        self._begun = False
+        self._replay = torch._C._current_graph_task_id() != -1  # inside a backward
+        self._wanted = torch.is_grad_enabled() and not self._replay
+        for unit in self.units:
             unit.open += 1
 
     def watch(self, args: Any, kwargs: Any) -> Any:
@@ -239,55 +258,74 @@ class _Call:
         leaves, spec = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if self._wanted and places:
-            self._watched = True
             for place, tensor in zip(places, _Inputs.apply(self, *(leaves[i] for i in places)), strict=True):
                 leaves[place] = tensor
             for unit in self.units:
-                self.expect(unit)
+                self._expect(unit)
         return tree_unflatten(leaves, spec)
 
-    def expect(self, unit: Unit) -> int:
-        """Announces a gradient to come; the number by which it is heard of."""
+    def loan(self, stored: StoredParameter) -> torch.Tensor:
+        """The gathered W as a plain tensor, a leaf of the graph; its gradient is deposited in the store."""
+        loan = stored.lease()
+        if stored.parameter.requires_grad and torch.is_grad_enabled():
+            number = self._expect(stored.unit, stored)
+            loan = loan.detach().requires_grad_()
+            loan.register_post_accumulate_grad_hook(partial(self._deposit, stored, number))
+        return loan
+
+    def _expect(self, unit: Unit, stored: StoredParameter | None = None) -> int:
+        """Announces a gradient to come, of a loan or of the inputs; the number by which it is heard of."""
         number = len(self._expected)
-        self._expected.append(unit)
+        self._expected.append((unit, stored))
         if self._wanted:
-            self._uses[number] = unit.announce()
+            self._uses[number] = unit.announce(stored)
         return number
 
     def close(self, output: Any) -> None:
         """The forward is over."""
+        for place in self.places:
+            place.module.__dict__.pop(place.key, None)
         for unit in self.units:
             unit.open -= 1
-        if self._wanted and self._expected:
+        if torch.is_grad_enabled():
             for tensor in tree_flatten(output)[0]:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self.begin_backward)
+                    tensor.register_hook(self._begin_backward)
 
-    def begin_backward(self, _: torch.Tensor) -> None:
+    def _begin_backward(self, _: torch.Tensor) -> None:
         """A gradient has reached an output: W will be read."""
-        if self._begun:
+        if self._replay:
+            raise RuntimeError(
+                f"{self.units[0].name}: found a backward inside a backward, as of a checkpoint with "
+                "use_reentrant=True; allowed: use_reentrant=False"
+            )
+        if self._begun or not self._expected:
             return
         self._begun = True
-        for number, unit in enumerate(self._expected):
+        for number, (unit, stored) in enumerate(self._expected):
             if number not in self._uses:  # a second backward through a graph that was retained
-                self._uses[number] = unit.announce()
+                self._uses[number] = unit.announce(stored)
         for unit in self.units:
             unit.busy += 1
             if unit.gathers:
-                unit.schedule.ask(unit)
+                unit.schedule.ask(unit, again=True)
 
-    def heard(self, number: int) -> None:
-        """A loan has its gradient."""
+    def _deposit(self, stored: StoredParameter, number: int, loan: torch.Tensor) -> None:
+        gradient, loan.grad = loan.grad, None
+        assert gradient is not None
+        if gradient.requires_grad:
+            raise RuntimeError(f"{stored.name}: found create_graph=True; allowed: gradients of first order")
+        stored.deposit(gradient, _is_alone(gradient))
         use = self._uses.pop(number, None)
         if use is not None:
-            self._expected[number].uses.discard(use)
+            stored.unit.done(stored, use, read=_holders(loan) > 3)  # beside the loan, the store, and Python's object
         if not self._uses:
             self.end()
 
     def end(self) -> None:
         """Nothing of this call is to come any more."""
         for number, use in self._uses.items():
-            self._expected[number].uses.discard(use)
+            self._expected[number][0].uses.discard(use)
         self._uses.clear()
         for unit in self.units:
             if self._begun:
@@ -298,7 +336,7 @@ class _Call:
 
 
 class _Inputs(torch.autograd.Function):
-    """The inputs as they are; made before the loans, so its backward comes after theirs."""
+    """The inputs as they are, which tell when they have their gradients."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -311,17 +349,14 @@ class _Inputs(torch.autograd.Function):
         return (None, *grads)
 
 
-class _Loan(torch.autograd.Function):
-    """The gathered W as a plain tensor; its gradient is deposited in the store."""
+def _is_alone(gradient: torch.Tensor) -> bool:
+    """Whether nobody else reads the memory of what the engine has just left in ``.grad``.
 
-    @staticmethod
-    def forward(ctx: Any, parameter: Any, stored: StoredParameter, call: _Call, number: int) -> torch.Tensor:
-        ctx.stored, ctx.call, ctx.number = stored, call, number
-        return stored.lease().detach()
+    Where the engine did not copy, three hold the storage: its own tensor, ``.grad``, and the Python object here.
+    """
+    return gradient.untyped_storage().nbytes() == gradient.nbytes and _holders(gradient) <= 3
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
-        # The engine's tensor may have other readers, so it is not ours to write to.
-        ctx.stored.deposit(grads[0].contiguous(), owned=False)
-        ctx.call.heard(ctx.number)
-        return None, None, None, None
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many hold the tensor's storage: tensors, those that a graph has saved, and one for the look at it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

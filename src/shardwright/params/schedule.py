@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
 
 from shardwright.params.unit import Handles, Unit
+
+if TYPE_CHECKING:
+    from shardwright.params.stored import StoredParameter
 from shardwright.sharding import Sharding
 
 
@@ -59,6 +62,7 @@ class Schedule:
         self._kind = ""
         self._task = -1
         self._at: Unit | None = None
+        self._following: Unit | None = None
         self._moving: deque[tuple[Iterator[Handles], Handles]] = deque()
 
     def new_unit(self, name: str, sharding: Sharding) -> Unit:
@@ -69,24 +73,37 @@ class Schedule:
 
     # -- gathering
 
-    def ask(self, unit: Unit, wait: bool = True) -> None:
+    def ask(self, unit: Unit, wait: bool = True, again: bool = False) -> None:
         """Every W of ``unit`` is there when this returns (or on its way, without ``wait``), and the next one is, too.
 
-        Raises InFlightError where more units would be alive than stated.
+        again: also those that this backward has released. Raises InFlightError where more units would be alive than
+        stated.
         """
-        self._begin_pass()
-        if self._at is unit and unit.current:
+        self.begin_pass()
+        again = again and bool(unit.vacated)
+        if self._at is unit and unit.current and not again:
             if wait:
                 unit.wait()
             return
         following = self._orders[self._kind].arrive(unit) if self._at is not unit else None
         self._at = unit
         self._release_all_but(unit, following)
-        if not unit.current:
+        if not unit.current or again:
             self._start(unit, "blocking" if wait else "async")
         if wait:
             unit.wait()
-        if following is not None and not following.current and self._room(following):
+        self._following = following
+        if self._task == -1 or unit.travels_as_one:
+            self._gather_ahead()
+
+    def _gather_ahead(self) -> None:
+        """The unit that comes next is gathered, where there is room.
+
+        In a forward when the one before it is asked for; in a backward when the gradients of the one before it begin to
+        travel, so that its W takes the place of what was released.
+        """
+        following, self._following = self._following, None
+        if following is not None and not (following.current or following.busy) and self._room(following):
             self._start(following, "async")
 
     def _start(self, unit: Unit, mode: str) -> None:
@@ -124,7 +141,8 @@ class Schedule:
 
     # -- passes
 
-    def _begin_pass(self) -> None:
+    def begin_pass(self) -> None:
+        """Called by whatever may be the first in a pass."""
         task = torch._C._current_graph_task_id()
         if task != -1:
             self.begin_backward(task)
@@ -135,7 +153,7 @@ class Schedule:
             self._enter("forward")
 
     def _enter(self, kind: str) -> None:
-        self._kind, self._at = kind, None
+        self._kind, self._at, self._following = kind, None, None
         self._orders[kind].begin()
 
     def begin_backward(self, task: int) -> None:
@@ -170,25 +188,22 @@ class Schedule:
             for handle in handles:
                 handle.finish()
         for unit in self.units:
-            unit.busy = 0
-            for stored in unit.members:
-                stored.drop()
+            unit.drop()
 
     # -- reducing
 
-    def reduce(self, unit: Unit) -> None:
-        """What ``unit`` has deposited starts to travel; what travelled before goes on a stage.
+    def reduce(self, unit: Unit, fresh: list[tuple[StoredParameter, torch.Tensor]]) -> None:
+        """``fresh`` gradients of ``unit`` start to travel; what travelled before goes on a stage.
 
-        So at most one unit's unreduced gradients are alive in a group beside those that are being formed.
+        So the unreduced gradients of one launch are alive in a group, beside those that are being formed.
         """
-        with torch.no_grad():
-            fresh = unit.take_fresh()
-            if not fresh:
-                return
+        if fresh:
             self._step_all()
             stages = unit.reduction(fresh)
             del fresh
             self._continue(stages)
+        if unit is self._at:
+            self._gather_ahead()
 
     def _step_all(self) -> None:
         for _ in range(len(self._moving)):

@@ -91,6 +91,16 @@ class StoredParameter:
         """Whether products read another tensor than the stored one."""
         return self.gather_group.size > 1 or self.dtype != self.parameter.dtype
 
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient is wanted."""
+        return self.parameter.requires_grad
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the gathered W, and of its gradient."""
+        return self.whole_shape.numel() * self.dtype.itemsize
+
     def lease(self, use: Use | None = None) -> torch.Tensor:
         """W as products read it: good until another unit is asked for, or the backward of ``use`` is over.
 
@@ -99,7 +109,7 @@ class StoredParameter:
         if use is not None and use.version != self.local._version:
             raise RuntimeError(f"{self.name}: found a parameter that was modified between its forward and its backward")
         if self.gathers:
-            self.unit.schedule.ask(self.unit)
+            self.unit.schedule.ask(self.unit, again=self in self.unit.vacated)
             assert self._whole is not None
             whole = self._whole
         else:
@@ -139,9 +149,8 @@ class StoredParameter:
         wanted = self.parameter.requires_grad or needed
         if not (wanted and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
             return None
-        use = Use(self.local._version)
-        self.unit.uses.add(use)
-        return use
+        self.unit.schedule.begin_pass()
+        return self.unit.announce(self, self.local._version)
 
     def deposit(self, gradient: torch.Tensor, owned: bool = True) -> None:
         """Takes over ``gradient`` (of the shape leased, contiguous) during backward.
@@ -180,7 +189,7 @@ class StoredParameter:
     def finish(self, use: Use | None) -> None:
         """The backward of ``use`` is over: it reads W no more, and deposits nothing more."""
         if use is not None:
-            self.unit.uses.discard(use)
+            self.unit.done(self, use)
         if not self.unit.uses:
             self.unit.complete()
 

@@ -1,11 +1,15 @@
 """A unit: parameters that are gathered, released and reduced together.
 
-| when                                  | what, at level `parameters`                                              |
-|---------------------------------------|--------------------------------------------------------------------------|
-| a product asks for W                  | gather every W of the unit (one logical all-gather a group)              |
-| another unit is asked for, in forward | release W (unless kept, or its module is still at work)                  |
-| the last use in backward is over      | release W; reduce every dW (one logical reduce-scatter a group); land    |
-| backward ends                         | the same for units with uses that never came                             |
+| when                                  | what, at level `parameters`                                               |
+|---------------------------------------|---------------------------------------------------------------------------|
+| a product asks for W                  | gather every W of the unit (one logical all-gather a group)               |
+| another unit is asked for, in forward | release every W (unless kept, or its module is still at work)             |
+| a member's last use in backward is over | release its W; its dW may travel                                        |
+| dWs that may travel are a fair share  | they do, and the rest will: one logical reduce-scatter a group            |
+| the unit's last use in backward is over | release the rest; the last dWs travel                                   |
+| backward ends                         | the same for units with uses that never came                              |
+
+So beside the next unit's W about one unit's worth of W and dW together is alive, and what travels.
 
 Parts are rows of dimension 0 in rank order, so W is gathered straight into the tensor that products read, and dW is
 reduced from its own storage: nothing is packed or copied to travel.
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwright.comm import GatheringTogether, ReducingTogether, ScatteringTogether
+from shardwright.comm import GatheringTogether, Logged, ReducingTogether, ScatteringTogether
 from shardwright.comm.groups import AxisGroup
 from shardwright.sharding import Sharding
 
@@ -31,20 +35,25 @@ if TYPE_CHECKING:
 class Use:
     """One use of a parameter by a forward pass whose backward is still to come. The graph that needs it holds it.
 
-    version: of the stored tensor when the forward read it.
+    stored: what is used; None stands for the unit's inputs. version: of the stored tensor when the forward read it.
     """
 
-    __slots__ = ("__weakref__", "version")
+    __slots__ = ("__weakref__", "stored", "version")
 
-    def __init__(self, version: int):
-        self.version = version
+    def __init__(self, stored: StoredParameter | None = None, version: int = 0):
+        self.stored, self.version = stored, version
+
+
+FAIR_SHARE = 4
+"""Gradients travel before the unit is complete once they are a fourth of its bytes, and as much is still to come."""
 
 
 class Unit:
     """``members`` that are gathered, released and reduced as one.
 
     open, busy: how many forwards, and backwards, of the unit's module are at work, where modules tell (lending.py). W
-    is not released meanwhile.
+    is not released meanwhile. vacated: members whose W backward has released already. ready: members whose dW may
+    travel, in order.
     """
 
     def __init__(self, name: str, schedule: Schedule, sharding: Sharding):
@@ -53,14 +62,23 @@ class Unit:
         self.open = self.busy = 0
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self.gathered = False
+        self.vacated: list[StoredParameter] = []
+        self.ready: list[StoredParameter] = []
         self._arrivals: list[GatheringTogether] = []
         self._seen: list[tuple[int, int]] = []
         self._stale = False
+        self._operations: dict[tuple[str, AxisGroup], Logged] = {}  # of this backward: launches of one kind are one
 
     @property
     def gathers(self) -> list[StoredParameter]:
         """The members of which products read another tensor than the stored one."""
         return [stored for stored in self.members if stored.gathers]
+
+    @property
+    def travels_as_one(self) -> bool:
+        """Whether one member is nearly all of the unit, so that none of its gradients travels before the end."""
+        sizes = [stored.whole_bytes for stored in self.members]
+        return FAIR_SHARE * (sum(sizes) - max(sizes)) <= sum(sizes)
 
     @property
     def idle(self) -> bool:
@@ -69,9 +87,9 @@ class Unit:
             return False
         return not (self.sharding.keep and self.uses)
 
-    def announce(self) -> Use:
-        """A backward to come that reads W, though it deposits nothing."""
-        use = Use(0)
+    def announce(self, stored: StoredParameter | None = None, version: int = 0) -> Use:
+        """A backward to come: a use of a member, or of none of them for itself."""
+        use = Use(stored, version)
         self.uses.add(use)
         return use
 
@@ -92,7 +110,7 @@ class Unit:
 
     def start(self, mode: str) -> None:
         """Begins to gather every W."""
-        self.gathered, self._stale, self._seen = True, False, self._versions()
+        self.gathered, self._stale, self._seen, self.vacated = True, False, self._versions(), []
         by_group: dict[AxisGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         with torch.inference_mode(False), torch.no_grad():
             for stored in self.gathers:
@@ -115,35 +133,69 @@ class Unit:
     def release(self) -> None:
         """Gives the memory of every W back."""
         self.wait()
-        self.gathered = False
+        self.gathered, self.vacated = False, []
         for stored in self.gathers:
             stored.vacate()
 
     # -- backward
 
+    def done(self, stored: StoredParameter, use: Use, read: bool = False) -> None:
+        """``use`` is over; if it was the member's last one, its W is released, and its dW may travel.
+
+        read: something else may still read W, until the unit's backward is over.
+        """
+        self.uses.discard(use)
+        if any(other.stored is stored for other in self.uses):
+            return
+        if self.gathered and stored.gathers and not (read or self.open or self.sharding.resident):
+            self.wait()
+            stored.vacate()
+            self.vacated.append(stored)
+        if stored.has_fresh:
+            self.ready.append(stored)
+        if not self.uses:
+            return
+        waiting = {other.stored for other in self.uses if other.stored is not None and other.stored.trains}
+        to_come = sum(other.whole_bytes for other in waiting)
+        here = sum(other.whole_bytes for other in self.ready)
+        every = sum(other.whole_bytes for other in self.members if other.trains)
+        if FAIR_SHARE * min(here, to_come) >= every:
+            self.schedule.reduce(self, self.take_fresh(self.ready))
+            self.ready = []
+
     def complete(self) -> None:
         """No living use is left in this backward: W is released, and what was deposited is reduced."""
         if self.gathered and not (self.open or self.busy or self.sharding.resident):
             self.release()
-        self.schedule.reduce(self)
+        self.schedule.reduce(self, self.take_fresh(self.members))
+        self.ready = []
+        self._operations = {}
+        self._stale = self._stale or not self.schedule.accumulating
 
-    def take_fresh(self) -> list[tuple[StoredParameter, torch.Tensor]]:
+    def drop(self) -> None:
+        """Forgets what an aborted backward left."""
+        self.busy, self.ready, self._operations = 0, [], {}
+        for stored in self.members:
+            stored.drop()
+
+    def take_fresh(self, members: Sequence[StoredParameter]) -> list[tuple[StoredParameter, torch.Tensor]]:
         """What was deposited and is to be reduced now."""
         if self.schedule.accumulating and self.sharding.reduced_once:
-            for stored in self.members:
+            for stored in members:
                 stored.put_by()
             return []
-        taken = [(stored, stored.take_fresh()) for stored in self.members]
+        taken = [(stored, stored.take_fresh()) for stored in members]
         return [(stored, fresh) for stored, fresh in taken if fresh is not None]
 
     def reduction(self, fresh: Sequence[tuple[StoredParameter, torch.Tensor]]) -> Iterator[Handles]:
         """Reduces and lands ``fresh``, a stage at a time: yields the handles that travel after each stage."""
-        results = dict(fresh)
+        results, operations = dict(fresh), self._operations  # complete() leaves them behind, this goes on
         scatters: list[ScatteringTogether | ReducingTogether] = []
         for group, members in _by_group((stored.gather_group, stored) for stored, _ in fresh).items():
             pairs = [(results[stored], stored.new_gradient(results[stored])) for stored in members]
             wide = any(stored.wide(results[stored]) for stored in members)
-            scatters.append(ScatteringTogether(pairs, group, self.name, "async", wide))
+            logged = operations.setdefault(("reduce_scatter", group), Logged())
+            scatters.append(ScatteringTogether(pairs, group, self.name, "async", wide, logged))
             results |= {stored: part for stored, (_, part) in zip(members, pairs, strict=True)}
             del pairs
         del fresh
@@ -156,13 +208,13 @@ class Unit:
         for group, members in _by_group((stored.rest_group, stored) for stored in results).items():
             wide = any(stored.wide(results[stored]) for stored in members)
             tensors = [results[stored] for stored in members]
-            reductions.append(ReducingTogether(tensors, group, self.name, "async", wide))
+            logged = operations.setdefault(("all_reduce", group), Logged())
+            reductions.append(ReducingTogether(tensors, group, self.name, "async", wide, logged))
         if reductions:
             yield reductions
             _finish(reductions)
         for stored, gradient in results.items():
             stored.land(gradient)
-        self._stale = self._stale or not self.schedule.accumulating
 
 
 Handles = Sequence[ScatteringTogether | ReducingTogether]

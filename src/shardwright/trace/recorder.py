@@ -10,8 +10,9 @@ from __future__ import annotations
 import bisect
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,6 +125,7 @@ class Recorder(TorchDispatchMode):
 
     def renewed(self, tensor: torch.Tensor, category: str) -> None:
         """A storage whose memory was released has memory again: a new entry of the ledger."""
+        self.arrive()
         self._living.pop(id(tensor.untyped_storage()), None)
         self._own(plain(tensor), category, self.module(), "")
 
@@ -176,7 +178,8 @@ class Recorder(TorchDispatchMode):
     def _settle_saved(self) -> None:
         """What a pack hook has seen and the graph still holds, when backward starts, is saved."""
         self._packed = [(reference, owner) for reference, owner in self._packed if reference() is not None]
-        held = {owner.number: owner for _, owner in self._packed if owner.category not in ("parameter", "buffer")}
+        owners = [owner for _, owner in self._packed if owner.alive]  # memory that the arena took back is not held
+        held = {owner.number: owner for owner in owners if owner.category not in ("parameter", "buffer")}
         for owner in held.values():
             owner.note("saved")
         self.saved.append(sum(owner.bytes for owner in held.values()))
@@ -345,13 +348,23 @@ def collective(
     sent: int,
     mode: str = "blocking",
     module: str = "",
-) -> None:
-    """One logical collective is issued now. ``size`` and ``sent`` in bytes, as in events.Collective."""
+) -> Callable[[int, int], None] | None:
+    """One logical collective is issued now. ``size`` and ``sent`` in bytes, as in events.Collective.
+
+    Returns how to write down that more has joined it: (size, sent) → None, of everything so far.
+    """
     recorder = active()
-    if recorder is not None and not recorder.unlogged:
-        recorder.arrive()
-        where = module or recorder.module()
-        recorder.events.append(Collective(recorder.step, recorder.phase, where, kind, axes, ranks, size, sent, mode))
+    if recorder is None or recorder.unlogged:
+        return None
+    recorder.arrive()
+    where, events, place = module or recorder.module(), recorder.events, len(recorder.events)
+    event = Collective(recorder.step, recorder.phase, where, kind, axes, ranks, size, sent, mode)
+    events.append(event)
+
+    def grow(size: int, sent: int) -> None:
+        events[place] = replace(event, size=size, sent=sent)
+
+    return grow
 
 
 def waited(kind: str, axes: tuple[str, ...], module: str = "") -> None:

@@ -1,0 +1,213 @@
+"""How long one data-parallel training step takes over slow links, what of the communication is hidden, what it holds.
+
+    python bench/sharding.py [--quick] [--hosts-by-ranks 2x1 2x2] [--rates 1 4] [--rounds 5]
+
+As root, on Linux with iproute2: bench/netlab.sh starts this file once more as each rank. Every variant's gradients are
+first compared with the means of the unsharded model's, and its second step is recorded for its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from sharding_table import markdown
+from sharding_variants import Task, Variant, every_variant
+from timing import Patience, limit, measure, turns, write
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+import shardwright as sw
+from shardwright import trace
+from shardwright.trace.events import Alloc, Free
+from shardwright.trace.recorder import Recorder
+
+HERE = Path(__file__).parent
+TOLERANCE = 1e-4  # of gradients, relative
+LANDED = ("parameter", "buffer", "input", "gradient", "optimizer")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of each rank")
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--hosts-by-ranks", nargs="+", default=["2x1", "2x2"], metavar="HxR")
+    parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 4.0], help="Gbit/s that a host sends")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="1 Gbit/s, 3 rounds")
+    parser.add_argument("--patience", type=float, default=60, help="seconds a row may wait for other programs to pause")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/sharding.json"))
+    options = parser.parse_args()
+    if options.quick:
+        options.rates, options.rounds = [1.0], min(options.rounds, 3)
+    return options
+
+
+def main() -> int:
+    """Runs every row in its own namespaces, joins the results and prints the table."""
+    options = arguments()
+    keys = ("layers", "width", "batch", "sequence", "rounds", "patience")
+    results: dict[str, Any] = {
+        "task": {key: getattr(options, key) for key in keys},
+        "software": {"python": platform.python_version(), "torch": torch.__version__},
+        "groups": [],
+    }
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **quiet, "PYTHON": sys.executable}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.hosts_by_ranks:
+            hosts, ranks = name.split("x")
+            part = Path(folder, f"{name}.json")
+            given = [f"--{key}={value}" for key, value in results["task"].items()]
+            given += ["--rates", *map(str, options.rates), "--out", str(part)]
+            command = [HERE / "netlab.sh", hosts, ranks, f"{options.rates[0]}gbit", HERE / "sharding.py", *given]
+            subprocess.run([str(word) for word in command], env=environment, check=True)
+            shape = {"hosts": int(hosts), "ranks": int(ranks), "cores": os.cpu_count()}
+            results["groups"].append({**shape, **json.loads(part.read_text())})
+    results["seconds"] = round(time.monotonic() - began)
+    write(options.out, results)
+    print(markdown(results))
+    return 0
+
+
+def work() -> None:
+    """Measures all variants at all rates; rank 0 writes what was found."""
+    options = arguments()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    task = Task.draw(options.layers, options.width, options.batch, options.sequence)
+    limit(40.0)
+    variants = every_variant(task, mesh)
+    expected = mean_gradients(variants[0])
+    found = [{"name": v.name, "family": v.family, **inspect(v, expected), "timed": {}} for v in variants]
+    for rate in options.rates:
+        limit(rate)
+        patience = Patience(options.patience)
+        for step in range(options.rounds):
+            for place in turns(len(variants), step):
+                times = found[place]["timed"].setdefault(f"{rate:g}", {})
+                for key, value in measure(variants[place], patience).items():
+                    times.setdefault(key, []).append(value)
+    if dist.get_rank() == 0:
+        write(options.out, {"variants": found})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def mean_gradients(alone: Variant) -> list[torch.Tensor]:
+    """Of the unsharded model, over all ranks."""
+    found = alone.gradients()
+    for gradient in found:
+        dist.all_reduce(gradient)
+        gradient.div_(dist.get_world_size())
+    return found
+
+
+def inspect(variant: Variant, expected: list[torch.Tensor]) -> dict[str, float]:
+    """How far the gradients are from the means, then a recorded step: its memory. The most of any rank.
+
+    transient: the most bytes alive at once in storages that a communication operator was handed, or that hold gathered
+    parameters; parameters, gradients that have landed and inputs are not counted.
+    """
+    error = 0.0
+    if variant.family != "compute":
+        for gradient, mean in zip(variant.gradients(), expected, strict=True):
+            error = max(error, float((gradient - mean).norm() / mean.norm()))
+    variant.step()
+    with recorded(variant) as (trace_, carriers):
+        variant.step()
+    numbers = {"error": error, "peak": trace_.peak_bytes, "transient": most_alive(trace_, carriers)}
+    worst = torch.tensor(list(numbers.values()), dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if not worst[0] < TOLERANCE:
+        raise SystemExit(f"{variant.name}: found gradients {worst[0]:.1e} from the means")
+    return dict(zip(numbers, worst.tolist(), strict=True))
+
+
+@contextmanager
+def recorded(variant: Variant) -> Iterator[tuple[sw.Trace, set[int]]]:
+    """The trace of a step, and which of its storages carried communication."""
+    carriers = set[int]()
+    dispatch = Recorder.__torch_dispatch__
+
+    def watching(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "fsdp") and not self._quiet:
+            for tensor in tensors((args, kwargs or {})):
+                carriers.add(self._own(trace.plain(tensor), "temporary", "", "").number)
+        return dispatch(self, func, types, args, kwargs)
+
+    # FSDP2 gives the memory of gathered parameters back by resizing their storage, unseen by operators.
+    freed, allocated = _fsdp_param.free_storage, _fsdp_param.alloc_storage
+
+    def free(tensor: torch.Tensor) -> None:
+        trace.released(tensor)
+        freed(tensor)
+
+    def allocate(tensor: torch.Tensor) -> None:
+        empty = not tensor.untyped_storage().size()
+        allocated(tensor)
+        if empty:
+            trace.renewed(tensor, "gathered")
+
+    def landed(*_: Any) -> None:
+        for parameter in variant.module.parameters():
+            if parameter.grad is not None:
+                trace.note(parameter.grad, "gradient")
+
+    hook = variant.optimizer.register_step_pre_hook(landed)
+    with (
+        mock.patch.object(Recorder, "__torch_dispatch__", watching),
+        mock.patch.object(_fsdp_param, "free_storage", free),
+        mock.patch.object(_fsdp_param, "alloc_storage", allocate),
+        sw.record(variant.module, variant.optimizer) as found,
+    ):
+        yield found, carriers
+    hook.remove()
+    carriers |= {n for n, storage in enumerate(found.storages) if storage.category in ("gathered", "unreduced")}
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors(each)
+    elif isinstance(value, dict):
+        yield from tensors(list(value.values()))
+
+
+def most_alive(found: sw.Trace, carriers: set[int]) -> int:
+    """The most bytes of ``carriers`` alive at once, what has landed aside."""
+    alive = most = 0
+    for event in found.events:
+        if isinstance(event, Alloc | Free) and event.storage in carriers:
+            storage = found.storages[event.storage]
+            if storage.category not in LANDED:
+                alive += storage.bytes if isinstance(event, Alloc) else -storage.bytes
+                most = max(most, alive)
+    return most
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        work()
+    else:
+        sys.exit(main())
