@@ -90,6 +90,12 @@ evaluation:
   field: body
   every: 10
   batches: 2
+checkpoint:
+  directory: saved
+  every: 20
+  keep: 3
+weights: pretrained
+export: trained
 """
 
 WORDS_X = "sharded, sharded-features, replicated"
@@ -382,6 +388,28 @@ RUNS: list[Case] = [
     ),
     ("batches: 2", "batches: '2'", "evaluation.batches", 18, "'2'", COUNT),
     ("batches: 2", "batches: 0", "evaluation.batches", 18, "0", COUNT),
+    ("  directory: saved\n", "", "checkpoint.directory", 19, "nothing", "text that is not empty"),
+    (
+        "directory: saved",
+        "directory: held.jsonl",
+        "checkpoint.directory",
+        20,
+        "'held.jsonl', which is a file",
+        "a dir...",
+    ),
+    ("every: 20", "every: 0", "checkpoint.every", 21, "0", COUNT),
+    ("  every: 20\n", "", "checkpoint.every", 19, "nothing", COUNT),
+    ("keep: 3", "keep: 0", "checkpoint.keep", 22, "0", COUNT),
+    ("keep: 3", "kept: 3", "checkpoint.kept", 22, "an unknown key (did you mean keep?)", "directory, every, keep"),
+    (
+        "weights: pretrained",
+        "weights: held.jsonl",
+        "weights",
+        23,
+        "'held.jsonl', which is no directory in...",
+        "a Hugging Face directory with safetensors files...",
+    ),
+    ("export: trained", "export: text", "export", 24, "'text', which is not empty", "a directory that is empty or..."),
 ]
 
 
@@ -389,6 +417,7 @@ RUNS: list[Case] = [
 def place(tmp_path: Path) -> Path:
     """A directory in which the plan, cluster and run above are right."""
     (tmp_path / "text").mkdir()
+    (tmp_path / "pretrained").mkdir()
     for name, text in {
         "config.json": CONFIG,
         "tokenizer.json": "{}",
@@ -691,6 +720,9 @@ def test_run_fields(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (run.evaluation.kind, run.evaluation.field) == ("jsonl", "body")
     assert (run.evaluation.every, run.evaluation.batches) == (10, 2)
     assert run.output_dir == place / "out" and run.cluster_path == place / "cluster.yaml"
+    assert run.checkpoint is not None and (run.checkpoint.every, run.checkpoint.keep) == (20, 3)
+    assert run.checkpoint_dir == place / "saved"
+    assert run.weights_dir == place / "pretrained" and run.export_dir == place / "trained"
     assert (run.learning_rate, run.betas, run.weight_decay, run.record) == (1e-3, (0.9, 0.95), 0.0, True)
 
 
@@ -703,6 +735,7 @@ def test_a_text_file_named_twice_is_read_once(place: Path) -> None:
 def test_a_run_file_of_an_earlier_version_still_loads(place: Path) -> None:
     (place / "run.yaml").write_text(RUN[: RUN.index("metrics")])
     run = Run.load(place / "run.yaml")
+    assert (run.checkpoint_dir, run.weights_dir, run.export_dir) == (None, None, None)
     assert (run.metrics, run.evaluation, run.data.kind, run.data.field) == (["jsonl"], None, "text", "text")
 
 

@@ -83,7 +83,7 @@ def test_schemas_are_valid_and_accept_what_is_right(kind: str, text: str) -> Non
 
 BEYOND = (
     "no file", "which is", "which matches", "which uses", "which none", "the axis", "axis", "the element type",
-    " after ", "a second time", "not available", "ab" * 32, "nan", "inf", "8.0", "1.0",
+    " after ", "a second time", "not available", "ab" * 32, "nan", "inf", "8.0", "1.0", "true at level",
 )  # fmt: skip
 """In what was found: faults that only the disk or another field shows, or JSON cannot spell (in it, 8.0 is whole)."""
 

@@ -7,6 +7,8 @@ Bad input is one line from rank 0 and exit status 2 on every rank.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import sys
@@ -22,7 +24,7 @@ from shardwright import mesh as mesh_math
 from shardwright._errors import InputError
 from shardwright._plan import Plan
 from shardwright.train.data import TokenStream, encode_documents, load_tokenizer
-from shardwright.train.metrics import MetricsWriter, Writer, step_metrics
+from shardwright.train.metrics import MetricsWriter, Writer, forget_metrics_after, step_metrics
 from shardwright.train.progress import StepProgress
 from shardwright.train.run_file import Run
 from shardwright.train.sources import documents
@@ -34,11 +36,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
 
+    from shardwright.train.manifest import RunState
+
 RECORDED_STEPS = 2
 """Steps that a recording covers: the moments of the optimizer appear in the first."""
 
 REFUSAL_SECONDS = 30.0
 """How long a rank that refuses its input waits for the others to refuse it too."""
+
+RESUME = "shardwright/resume"
+"""Where the ranks' store tells from which checkpoint they continue; empty: from the beginning."""
 
 POLL_SECONDS = 0.02
 """How often a rank that waits for the others asks the store."""
@@ -47,11 +54,11 @@ METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 TOKENS, EVALUATION_TOKENS = "tokens.npy", "evaluation-tokens.npy"
 """What a run's output directory holds; `trace_name` tells the rest."""
 
-WRITERS: dict[str, Callable[[Path], Writer]] = {
-    "jsonl": lambda output: MetricsWriter(output / METRICS),
-    "tensorboard": lambda output: TensorBoardWriter(output / EVENTS),
+WRITERS: dict[str, Callable[..., Writer]] = {
+    "jsonl": lambda output, done=0: MetricsWriter(output / METRICS),
+    "tensorboard": lambda output, done=0: TensorBoardWriter(output / EVENTS, done + 1 if done else None),
 }
-"""Writers of metrics, of an output directory, by the name that run files use."""
+"""Writers of metrics, of an output directory and the steps done before, by the name that run files use."""
 
 MicroBatches = list[tuple["torch.Tensor", "torch.Tensor"]]
 
@@ -160,7 +167,12 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
 
     from shardwright import models
     from shardwright._parallelize import parallelize
+    from shardwright.models.export import save_pretrained
+    from shardwright.params.initial import Source, unfilled
+    from shardwright.params.pretrained import from_safetensors
     from shardwright.step import TrainStep, record_steps
+    from shardwright.train.checkpoint import latest, load, save
+    from shardwright.train.manifest import Manifest, RunState
 
     if plan.backend == "nccl" and torch.cuda.device_count() <= place.local:
         raise InputError(
@@ -172,7 +184,15 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
         raise InputError(
             f"tokenizer: found {tokenizer.get_vocab_size()} tokens; allowed: at most the model's {config.vocab_size}"
         )
-    _on_each_machine(lambda: _write_tokens(run, tokenizer), place, store)
+
+    def prepare() -> None:
+        if place.rank == 0:  # one rank looks, so that all continue from the same
+            found = latest(run.checkpoint_dir) if run.checkpoint_dir is not None else None
+            store.set(RESUME, str(found or ""))
+        _write_tokens(run, tokenizer)
+
+    _on_each_machine(prepare, place, store)
+    resumed = store.get(RESUME).decode()
     output = run.output_dir
     stream = TokenStream.load(output / TOKENS, plan.seed)
     stream.check_length(plan.sequence, "data")
@@ -187,7 +207,13 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
         torch.set_num_threads(1)
     torch.distributed.init_process_group(plan.backend, store=store, rank=place.rank, world_size=place.world)
     mesh: DeviceMesh = init_device_mesh(device.type, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
-    model = parallelize(models.build_meta(config, plan.stored_dtype), mesh, plan)
+    model = models.build_meta(config, plan.stored_dtype)
+    source: Source | None = None
+    if resumed:
+        source = unfilled(device)  # every value comes from the checkpoint
+    elif run.weights_dir is not None:
+        source = from_safetensors(run.weights_dir, {module: name for name, module in model.named_modules()}, device)
+    model = parallelize(model, mesh, plan, source)
     step = TrainStep(model, mesh, plan, learning_rate=run.learning_rate, weight_decay=run.weight_decay, betas=run.betas)
 
     def batches(source: TokenStream, number: int, count: int) -> MicroBatches:
@@ -203,10 +229,26 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
             return None
         return step.evaluate(batches(held_out, 0, run.evaluation.batches)).item()
 
+    def state(number: int) -> RunState:
+        return RunState(
+            step=number, seed=plan.seed, tokens=len(stream.tokens), model=plan.model.sha256, plan=_fingerprint(plan)
+        )
+
+    def save_if_due(number: int) -> None:
+        if run.checkpoint is not None and (number % run.checkpoint.every == 0 or number == run.steps):
+            save(_given(run.checkpoint_dir), model, step.optimizer, state(number), run.checkpoint.keep)
+
+    done = 0
+    if resumed:
+        _check_same_run(Path(resumed), Manifest.load(Path(resumed)).state, state(0))
+        done = load(Path(resumed), model, step.optimizer).step
     tokens = plan.batch * plan.sequence * plan.accumulation
     with ExitStack() as shown:
         first = place.rank == 0
-        writers = [shown.enter_context(WRITERS[kind](output)) for kind in run.metrics] if first else []
+        if first and done:
+            print(f"continues after step {done} from {resumed}", flush=True)
+            forget_metrics_after(output / METRICS, done)
+        writers = [shown.enter_context(WRITERS[kind](output, done)) for kind in run.metrics] if first else []
         progress = shown.enter_context(StepProgress(run.steps)) if first else None
 
         def tell(number: int, loss: float, seconds: float, peak: int | None, held_out_loss: float | None) -> None:
@@ -219,7 +261,7 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
             if progress is not None:
                 progress.show(number, loss, rate)
 
-        recorded = min(RECORDED_STEPS, run.steps) if run.record else 0
+        recorded = min(RECORDED_STEPS, run.steps) if run.record and not done else 0
         if recorded:
             began = time.perf_counter()
             chosen = [batches(stream, number, plan.accumulation) for number in range(1, recorded + 1)]
@@ -229,12 +271,37 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
             for number, loss in enumerate(losses, start=1):
                 held = evaluated(number) if number == recorded else None
                 tell(number, loss.item(), seconds, trace.peak_bytes, held)
-        for number in range(recorded + 1, run.steps + 1):
+            save_if_due(recorded)
+        for number in range(max(recorded, done) + 1, run.steps + 1):
             began = time.perf_counter()
             mean = step(batches(stream, number, plan.accumulation)).item()
             seconds = time.perf_counter() - began
             tell(number, mean, seconds, _device_peak(device), evaluated(number))
+            save_if_due(number)
+    if run.export_dir is not None:
+        save_pretrained(model, run.export_dir)
     torch.distributed.barrier()
+
+
+def _given(path: Path | None) -> Path:
+    assert path is not None
+    return path
+
+
+def _fingerprint(plan: Plan) -> str:
+    """SHA-256 of what a plan states, what it predicts left out."""
+    stated = plan.model_dump(exclude={"predicted", "objective", "bound", "gap"})
+    return hashlib.sha256(json.dumps(stated, default=str).encode()).hexdigest()
+
+
+def _check_same_run(path: Path, found: RunState, own: RunState) -> None:
+    """InputError where the checkpoint at ``path`` is of another model, or of other data: its curve would not go on."""
+    for name, what in (("model", "SHA-256 of the config"), ("seed", "seed"), ("tokens", "tokens of the data")):
+        if getattr(found, name) != getattr(own, name):
+            raise InputError(
+                f"{path}: {name}: found {getattr(found, name)} as the {what}; allowed: {getattr(own, name)}, that of "
+                "this run (or checkpoints in another directory)"
+            )
 
 
 def _device_peak(device: torch.device) -> int | None:

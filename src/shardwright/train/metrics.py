@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from shardwright._replacing import write_text
+
 GIB = 2**30
 
 
@@ -66,6 +68,24 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def forget_metrics_after(path: Path | str, step: int) -> None:
+    """Drops the lines of later steps, and a last line that is not whole: the run that wrote them continues at ``step``.
+
+    Nothing is done where there is no file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # written by half when the run was killed
+    write_text(path, "".join(kept))
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:

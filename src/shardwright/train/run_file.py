@@ -26,6 +26,12 @@ def _must_be_file(path: str, info: ValidationInfo, what: str) -> None:
         raise FieldError((), f"{path!r}, which is no file in {info.context['directory']}", what)
 
 
+def _must_not_be_file(path: str, info: ValidationInfo) -> str:
+    if info.context and (info.context["directory"] / path).is_file():
+        raise FieldError((), f"{path!r}, which is a file", "a directory, which may not exist yet")
+    return path
+
+
 def _matches(directory: Path, pattern: str) -> list[Path]:
     """Files that a path or glob names, sorted by name; ``**`` crosses directories."""
     literal = directory / pattern
@@ -118,6 +124,27 @@ class Evaluation(Source):
     batches: int = Field(default=8, ge=1, description="batches of an evaluation, each of the plan's sequences")
 
 
+class Checkpoint(BaseModel):
+    """Where a run saves itself, and continues from when it is started again."""
+
+    model_config = STRICT
+
+    directory: Text = Field(
+        description="directory of the checkpoints, relative to the run file; a run continues from the newest whole one"
+    )
+    every: int = Field(
+        ge=1,
+        description="optimizer steps from one checkpoint to the next; the last step makes one too, and a recording "
+        "(steps 1 and 2) has none inside",
+    )
+    keep: int = Field(default=2, ge=1, description="checkpoints that stay, the newest ones")
+
+    @field_validator("directory")
+    @classmethod
+    def _directory_is_no_file(cls, path: str, info: ValidationInfo) -> str:
+        return _must_not_be_file(path, info)
+
+
 class Run(BaseModel):
     """One training run. The optimizer is AdamW; sizes of batch and sequence stand in the plan."""
 
@@ -139,9 +166,23 @@ class Run(BaseModel):
         default=["jsonl"],
         description="what metrics are written as: jsonl appends to metrics.jsonl, tensorboard adds an event file",
     )
-    record: bool = Field(default=False, description="record steps 1 and 2 and save one trace for each rank")
+    record: bool = Field(
+        default=False,
+        description="record steps 1 and 2 and save one trace for each rank; a run that continues records nothing",
+    )
     cluster: Text | None = Field(default=None, description="path of a cluster file, relative to the run file")
     evaluation: Evaluation | None = Field(default=None, description="held-out documents; null: none are evaluated")
+    checkpoint: Checkpoint | None = Field(default=None, description="checkpoints to save and continue from; null: none")
+    weights: Text | None = Field(
+        default=None,
+        description="Hugging Face directory with the safetensors files that training starts from, relative to the run "
+        "file; null: weights are drawn from the plan's seed",
+    )
+    export: Text | None = Field(
+        default=None,
+        description="directory, relative to the run file, into which the trained model is written as Hugging Face's "
+        "from_pretrained opens it; null: it is not",
+    )
 
     _directory: Path = PrivateAttr(default_factory=Path.cwd)
 
@@ -155,8 +196,27 @@ class Run(BaseModel):
     @field_validator("output")
     @classmethod
     def _output_is_no_file(cls, path: str, info: ValidationInfo) -> str:
-        if info.context and (info.context["directory"] / path).is_file():
-            raise FieldError((), f"{path!r}, which is a file", "a directory, which may not exist yet")
+        return _must_not_be_file(path, info)
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_exist(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if path is not None and info.context and not (info.context["directory"] / path).is_dir():
+            raise FieldError(
+                (),
+                f"{path!r}, which is no directory in {info.context['directory']}",
+                "a Hugging Face directory with safetensors files, relative to the run file",
+            )
+        return path
+
+    @field_validator("export")
+    @classmethod
+    def _export_is_free(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if path is not None and info.context:
+            _must_not_be_file(path, info)
+            place = info.context["directory"] / path
+            if place.is_dir() and any(place.iterdir()):
+                raise FieldError((), f"{path!r}, which is not empty", "a directory that is empty or does not exist yet")
         return path
 
     @field_validator("metrics")
@@ -212,6 +272,21 @@ class Run(BaseModel):
     def output_dir(self) -> Path:
         """The output directory, absolute; it may not exist yet."""
         return self._absolute(self.output)
+
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        """The directory of checkpoints, absolute, if the run saves any; it may not exist yet."""
+        return self._absolute(self.checkpoint.directory) if self.checkpoint is not None else None
+
+    @property
+    def weights_dir(self) -> Path | None:
+        """The directory of the weights that training starts from, absolute, if the run names one."""
+        return self._absolute(self.weights) if self.weights is not None else None
+
+    @property
+    def export_dir(self) -> Path | None:
+        """The directory for the trained model, absolute, if the run wants it."""
+        return self._absolute(self.export) if self.export is not None else None
 
     @property
     def cluster_path(self) -> Path | None:

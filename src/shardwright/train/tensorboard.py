@@ -13,14 +13,15 @@ from shardwright.train.extras import check_extra
 class TensorBoardWriter:
     """Writes one event file into a directory; ``tensorboard --logdir`` of it, or of any above, shows the run.
 
-    Raises InputError where the package tensorboard is not installed.
+    continues_at: the first step that this writer tells, where a run continues; what files before it told of that step
+    and later ones is not shown. Raises InputError where the package tensorboard is not installed.
     """
 
-    def __init__(self, directory: Path | str) -> None:
+    def __init__(self, directory: Path | str, continues_at: int | None = None) -> None:
         check_extra("tensorboard", ("metrics",))
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory))
+        self._writer = SummaryWriter(str(directory), purge_step=continues_at)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One scalar for each value at ``step`` (from 1)."""
