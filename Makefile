@@ -1,5 +1,6 @@
 # make demo: the whole job on this machine.  make test: every test.  make lint, make types: what CI checks besides.
-# make bench-linear: step time, hidden communication and memory over slow links (as root; docs/benchmarks.md).
+# make bench-linear, bench-sharding: step time, hidden communication and memory over slow links (as root;
+# docs/benchmarks.md).
 # make fuzz: FUZZ random products on real ranks against dense float64.
 # Each target makes the virtual environment it needs; it is installed again only when pyproject.toml changes.
 
@@ -12,7 +13,7 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 FUZZ ?= 10000
 
-.PHONY: demo test fuzz lint types bench-linear
+.PHONY: demo test fuzz lint types bench-linear bench-sharding
 
 demo: $(VENV)/installed
 	$(BIN)/shardwright demo $(DEMO_ARGS)
@@ -25,6 +26,9 @@ fuzz: $(VENV)/installed-test
 
 bench-linear: $(VENV)/installed-bench
 	$(BIN)/python bench/linear.py $(BENCH_ARGS)
+
+bench-sharding: $(VENV)/installed
+	$(BIN)/python bench/sharding.py $(BENCH_ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/python -m ruff check .
