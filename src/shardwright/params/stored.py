@@ -98,8 +98,8 @@ class StoredParameter:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the gathered W, and of its gradient."""
-        return self.whole_shape.numel() * self.dtype.itemsize
+        """Bytes of the whole parameter over the mesh: the same on every rank, so that what travels may depend on it."""
+        return self.parameter.numel() * self.dtype.itemsize
 
     def lease(self, use: Use | None = None) -> torch.Tensor:
         """W as products read it: good until another unit is asked for, or the backward of ``use`` is over.
