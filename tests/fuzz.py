@@ -33,7 +33,9 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 TOLERANCES = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 0.02}
 """Of the largest entry of the same result computed with absolute values, which no cancellation makes small (relative
 to the result itself that is at most ten times as much)."""
-FORMS = ("column", "row", "pair", "grid")
+FORMS = ("column", "row", "pair", "grid", "any")
+MESHES = ((2, 2, 2), (2, 1, 4), (2, 3, 1), (1, 2, 2), (2, 2, 1), (1, 1, 3), (1, 4, 2))
+"""Sizes of data, tensor and depth where a form takes any roles."""
 BATCH = 25
 
 
@@ -42,7 +44,8 @@ class Draw:
     """One case: one site, or two in a row.
 
     form: a ``column`` or a ``row`` site over ``tensor``; a ``pair``, column then row, the siblings' outputs multiplied
-    in between; a ``grid``, n over tensor and k over data. tokens, k, n: whole sizes (of a pair: back to k).
+    in between; a ``grid``, n over tensor and k over data; ``any`` roles and words of three axes, told by ``roles``
+    (GridLayout's fields as JSON). tokens, k, n: whole sizes (of a pair: back to k).
     frozen: of ``x`` and ``0.w1``, ``1.b0`` (site, weight or bias, sibling). unused: the last sibling's output gets no
     gradient. passes: forwards before the first backward.
     """
@@ -69,15 +72,25 @@ class Draw:
     ndim: int
     poison: bool
     seed: int
+    depth: int = 1
+    roles: str = ""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh."""
+        flat = {"data": self.data, "tensor": self.tensor}
+        return {**flat, "depth": self.depth} if self.form == "any" else flat
 
     @property
     def world(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.data * self.depth
 
     @property
     def layouts(self) -> tuple[sw.GridLayout, ...]:
         """One for each site."""
         common = {"overlap": self.overlap, "chunks": self.chunks, "reduce_dtype": self.reduce_dtype}
+        if self.form == "any":
+            return (sw.GridLayout(**json.loads(self.roles), save_x=self.save_x, **common),)
         column = {"n": ("tensor",), "x": self.x, "save_x": self.save_x}
         if self.form == "grid":
             return (sw.GridLayout(k=("data",), y=self.y, **column, **common),)
@@ -104,7 +117,7 @@ class Draw:
 def supported(layout: sw.GridLayout) -> bool:
     """The code runs this layout (it says InputError where it does not)."""
     try:
-        check_supported(layout, {"data": 1, "tensor": 1}, "draw")
+        check_supported(layout, {"data": 1, "tensor": 1, "depth": 1}, "draw")
     except sw.InputError:
         return False
     return True
@@ -123,6 +136,10 @@ def _any(rng: random.Random) -> Draw:
     form = rng.choice(FORMS)
     tensor = rng.choices((1, 2, 3, 4, 8), (1, 4, 4, 4, 3))[0]
     data = 2 if tensor <= 4 and rng.random() < (0.7 if form == "grid" else 0.3) else 1
+    depth, roles = 1, ""
+    if form == "any":
+        data, tensor, depth = rng.choice(MESHES)
+        roles = _roles(rng)
 
     def size(split: int) -> int:
         """Half of them divide."""
@@ -140,8 +157,8 @@ def _any(rng: random.Random) -> Draw:
         reduce_dtype=rng.choice(CHOICES["reduce_dtype"]),
         x=rng.choice(("sharded", "sharded", "replicated")),
         y=rng.choice(("sharded", "sharded", "replicated")),
-        tokens=size(tensor * data),
-        k=size(tensor),
+        tokens=size(tensor * data * depth),
+        k=size(tensor * depth),
         n=n,
         dtype=rng.choice(("float64", "float64", "float32", "bfloat16")),
         bias=rng.random() < 0.5,
@@ -153,6 +170,8 @@ def _any(rng: random.Random) -> Draw:
         ndim=rng.choice((2, 3)),
         poison=rng.random() < 0.5,
         seed=rng.randrange(10**6),
+        depth=depth,
+        roles=roles,
     )
     if rng.random() < 0.5:
         names = ["x", *draw.parameters]
@@ -162,6 +181,25 @@ def _any(rng: random.Random) -> Draw:
         if not _reaches(draw):
             draw = dataclasses.replace(draw, frozen=())
     return draw
+
+
+def _roles(rng: random.Random) -> str:
+    """Roles and words of data, tensor and depth; some axes are idle."""
+    fields: dict[str, Any] = {"m": [], "n": [], "k": []}
+    for axis in ("data", "tensor", "depth"):
+        role = rng.choice(("m", "n", "k", "m", "n", "k", ""))
+        if role:
+            fields[role].append(axis)
+    for operand, role, words in (
+        ("x", "n", ("sharded", "replicated")),
+        ("y", "k", ("sharded", "replicated")),
+        ("w", "m", ("sharded", "replicated")),
+    ):
+        fields[operand] = {axis: rng.choice(words) for axis in fields[role]}
+        if operand != "w" and rng.random() < 0.25:
+            fields[operand] = dict.fromkeys(fields[role], "sharded-features")
+    fields["save_w"] = rng.choice(("shard", "gathered"))
+    return json.dumps(fields)
 
 
 def _reaches(draw: Draw) -> bool:
@@ -254,9 +292,9 @@ def _upstream(draw: Draw) -> list[list[torch.Tensor]]:
     ]
 
 
-def compute(draw: Draw) -> tuple[list[tuple[str, torch.Tensor | None, Any]], torch.distributed.DeviceMesh]:
-    """(name, this rank's result or None, its placements) of Y, dX and every parameter's gradient."""
-    mesh = dense.mesh_of(data=draw.data, tensor=draw.tensor)
+def compute(draw: Draw) -> list[tuple[str, torch.Tensor | None, Any]]:
+    """(name, this rank's result or None, its mesh and placements) of Y, dX and every parameter's gradient."""
+    mesh = dense.mesh_of(**draw.axes)
     arena = sw.Runtime.of(mesh).arena
     arena.poison = draw.poison
     dtype = DTYPES[draw.dtype]
@@ -276,7 +314,7 @@ def compute(draw: Draw) -> tuple[list[tuple[str, torch.Tensor | None, Any]], tor
     rows = rows_of(draw.tokens, draw.layouts[0], mesh)
     outputs = [_run(draw, sites, x, {"tokens": rows}) for x in xs]
     results: list[tuple[str, torch.Tensor | None, Any]] = [
-        (f"y{j} of pass {i}", _flat_tokens(y.detach().clone()), out)
+        (f"y{j} of pass {i}", _flat_tokens(y.detach().clone()), (mesh, out))
         for i, ys in enumerate(outputs)
         for j, y in enumerate(ys)
     ]
@@ -285,7 +323,8 @@ def compute(draw: Draw) -> tuple[list[tuple[str, torch.Tensor | None, Any]], tor
     arena.poison = False
     if arena.held:
         raise AssertionError(f"the arena still holds {arena.held} bytes")
-    results += [(f"dx of pass {i}", None if x.grad is None else _flat_tokens(x.grad), into) for i, x in enumerate(xs)]
+    for i, x in enumerate(xs):
+        results.append((f"dx of pass {i}", None if x.grad is None else _flat_tokens(x.grad), (mesh, into)))
     for i, site in enumerate(sites):
         for j, linear in enumerate(site):
             for kind, parameter in zip("wb", (linear.weight, linear.bias), strict=True):
@@ -293,8 +332,9 @@ def compute(draw: Draw) -> tuple[list[tuple[str, torch.Tensor | None, Any]], tor
                     grad = parameter.grad
                     if grad is not None and grad.placements != parameter.placements:
                         raise AssertionError(f"{i}.{kind}{j}: a gradient placed as {grad.placements}")
-                    results.append((f"d{i}.{kind}{j}", None if grad is None else grad.to_local(), parameter.placements))
-    return results, mesh
+                    where = parameter.device_mesh, parameter.placements
+                    results.append((f"d{i}.{kind}{j}", None if grad is None else grad.to_local(), where))
+    return results
 
 
 def _flat_tokens(value: torch.Tensor) -> torch.Tensor:
@@ -320,14 +360,14 @@ def twin(draw: Draw) -> Draw | None:
 
 def errors(draw: Draw) -> dict[str, float]:
     """Result → its error, relative (see TOLERANCES); raises where a result is missing, not due, or not its twin's."""
-    results, mesh = compute(draw)
+    results = compute(draw)
     found, other = dict[str, float](), twin(draw)
     if other is not None:
-        for (name, a, _), (_, b, _) in zip(results, compute(other)[0], strict=True):
+        for (name, a, _), (_, b, _) in zip(results, compute(other), strict=True):
             if a is not None and b is not None and not torch.equal(a, b):
                 raise AssertionError(f"{name}: not blocking's, bit for bit")
     wholes, scales = (_flat(draw, *_dense(draw, absolute)) for absolute in (False, True))
-    for name, local, placements in results:
+    for name, local, (mesh, placements) in results:
         whole, scale = wholes[name], scales[name]
         if (local is None) != (whole is None):
             raise AssertionError(f"{name}: found {'nothing' if local is None else 'a result'}; dense says the contrary")

@@ -12,6 +12,7 @@ import dense
 import shardwright as sw
 import tiny
 from shardwright import models
+from shardwright.comm import all_reduce
 from shardwright.params import cut
 
 
@@ -81,21 +82,23 @@ def against_hugging_face(path, axes, layout, batch=tiny.BATCH, sequence=tiny.SEQ
     ids = torch.randint(0, vocab, (batch, sequence), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[:, 3:5] = -100
-    piece = -(-batch // axes["data"])
-    mine = slice(mesh.get_local_rank("data") * piece, (mesh.get_local_rank("data") + 1) * piece)
+    data = sw.Runtime.of(mesh).group(plan.data_axes)
+    piece = -(-batch // data.size)
+    mine = slice(data.index * piece, (data.index + 1) * piece)
     out = model(input_ids=ids[mine], labels=labels[mine])
     out.loss.backward()
     logits = reference(input_ids=ids, use_cache=False).logits
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     expected.backward()
     total = out.loss.detach().clone()
-    torch.distributed.all_reduce(total, group=mesh.get_group("data"))
+    all_reduce(total, model.loss_function.over_vocabulary.shares)
     errors = {"loss": dense.error(total, expected)}
     for (name, parameter), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         local = parameter.grad.to_local()
         if local.numel():
             errors[name] = (
-                dense.error(local, cut(other.grad, mesh, parameter.placements)) / other.grad.abs().max().item()
+                dense.error(local, cut(other.grad, parameter.device_mesh, parameter.placements))
+                / other.grad.abs().max().item()
             )
     sw.Runtime.of(mesh).arena.poison = False
     return errors

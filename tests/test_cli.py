@@ -183,3 +183,17 @@ def test_train_refuses_from_rank_0_and_every_rank_exits_with_2(plan_path: Path, 
     assert len(lines) == 1 and "needs 4 ranks, found 3" in lines[0]
     assert done.stderr.count("exitcode  : 2 ") == 3
     assert not (tmp_path / "out").exists()
+
+
+def test_bounds_tells_of_every_product() -> None:
+    status, output, _ = run("bounds", CONFIG, "--ranks", "8,64", "--tokens", "8192")
+    assert status == 0
+    assert output.count("*.mlp.down") == 2 and output.count("lm_head") == 2
+    assert "--ranks: found '8,x'" in refused("bounds", CONFIG, "--ranks", "8,x")
+
+
+def test_rehearse_tells_what_sites_move_beside_the_bound(plan_path: Path, tmp_path: Path, rehearsed: list[int]) -> None:
+    _, output, _ = run("rehearse", plan_path, "--json", tmp_path / "figures.json")
+    assert "beside the bound" in output
+    sites = {entry["site"]: entry for entry in json.loads((tmp_path / "figures.json").read_text())["sites"]}
+    assert sites["*.mlp.down"]["forward"] == 0 and sites["*.mlp.down"]["bound"] > 0

@@ -273,3 +273,60 @@ def layer_norm(axes, split):
 @pytest.mark.parametrize("split", [(), ("tensor",), ("data", "tensor")])
 def test_layer_norm_equals_dense_with_tokens_split(split):
     assert max(on_ranks(4, layer_norm, {"data": 2, "tensor": 2}, split)) <= 1e-12
+
+
+def far_from_zero(kind, axes, features, dtype):
+    """Errors of y, dx, dw and db of rows with mean 1e4 and deviation 1, features split; saved bytes; collectives."""
+    mesh, h = dense.mesh_of(**axes), 37
+    x_whole = (dense.random(T, h, seed=1) + 1e4).to(dtype)
+    weight, bias, up = (dense.random(*shape, seed=i).to(dtype) for i, shape in enumerate([(h,), (h,), (T, h)]))
+    last = [Shard(1) if axis in features else Replicate() for axis in axes]
+    first = [Shard(0) if axis in features else Replicate() for axis in axes]
+    runtime = Runtime.of(mesh)
+    stored = [
+        StoredParameter(make_parameter(cut(value, mesh, first), (h,), mesh, first), runtime, (), "norm")
+        for value in (weight, bias)
+    ]
+    split = runtime.group(features)
+    layer = GridRMSNorm(stored[0], 1e-5, split=split) if kind == "rms" else GridLayerNorm(*stored, 1e-5, split)
+    x = cut(x_whole, mesh, last).requires_grad_()
+    with sw.record(layer, x) as trace:
+        y = layer(x)
+        y.backward(cut(up, mesh, last))
+    wide = x_whole.double().requires_grad_()
+    w, b = weight.double().requires_grad_(), bias.double().requires_grad_()
+    if kind == "rms":
+        out = w * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    else:
+        out = torch.nn.functional.layer_norm(wide, (h,), w, b, 1e-5)
+    out.backward(up.double())
+    pairs = [(y.detach(), out.detach(), last), (x.grad, wide.grad, last), (layer.weight.grad.to_local(), w.grad, first)]
+    if kind == "layer":
+        pairs.append((layer.bias.grad.to_local(), b.grad, first))
+    errors = [
+        dense.error(mine.double(), cut(whole, mesh, where)) / whole.abs().max().item() for mine, whole, where in pairs
+    ]
+    return errors, trace.saved_bytes, x.nbytes, [(c.phase, c.kind, c.size) for c in trace.collectives]
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_b1_features_split(kind):
+    """37 features over 2, 3 and 2 × 2 ranks: fp32 within 1e-5, float64 exact; x is saved once, beside a few numbers."""
+    for axes, features in (
+        ({"i": 1, "l": 2}, ("l",)),
+        ({"i": 1, "l": 3}, ("l",)),
+        ({"i": 2, "l": 2}, ("l",)),
+        ({"i": 2, "l": 2}, ("i", "l")),
+    ):
+        for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+            for answer in on_ranks(axes["i"] * axes["l"], far_from_zero, kind, axes, features, dtype):
+                errors, saved, own, collectives = answer
+                assert max(errors) <= tolerance, (errors, axes, dtype)
+                numbers = T * dtype.itemsize
+                assert saved == own + numbers * (1 if kind == "rms" else 3)
+                ranks = axes["l"] * (axes["i"] if "i" in features else 1)
+                if kind == "rms":
+                    assert collectives == [(phase, "all_reduce", numbers) for phase in ("forward", "backward")]
+                else:
+                    gathered = ("forward", "all_gather", 3 * numbers * ranks)
+                    assert collectives == [gathered, ("backward", "all_reduce", 2 * numbers)]

@@ -247,8 +247,12 @@ def test_sizes_that_do_not_divide_are_refused_in_one_line(axes, changes, setting
     assert "\n" not in str(caught.value) and "allowed:" in str(caught.value)
 
 
-def test_layouts_that_do_not_join_are_refused():
-    plan = tiny.plan_of({"data": 1, "tensor": 2}, "sequence-parallel")
-    mixed = plan.evolve(layouts={"*.mlp.*": "tensor-all-reduce", "*": "sequence-parallel"})
-    with pytest.raises(sw.InputError, match="leaves tokens split by"):
-        rehearse(tiny.config_path(), mixed)
+def test_layouts_that_do_not_join_are_converted_or_refused():
+    axes = {"data": 2, "tensor": 2}
+    mixed = {"*.mlp.*": "tensor-all-reduce", "*": "sequence-parallel"}
+    for errors in on_ranks(4, against_hugging_face, tiny.config_path(), axes, mixed):
+        assert max(errors.values()) <= 1e-12, errors
+    cut = {"*.self_attn.o": "replicate", "*": "sequence-parallel"}
+    with pytest.raises(sw.InputError, match="leaves tokens split by") as caught:
+        rehearse(tiny.config_path(), tiny.plan_of(axes, cut))
+    assert "\n" not in str(caught.value)

@@ -18,6 +18,11 @@ def test_the_draws_cover_what_they_should():
     assert {len(draw.n) for draw in DRAWS} == {1, 2, 3}
     assert {draw.tensor for draw in DRAWS} == {1, 2, 3, 4, 8}
     assert sum(bool(draw.frozen) for draw in DRAWS) >= 100
+    grids = [draw.layouts[0] for draw in DRAWS if draw.form == "any"]
+    for operand, role in (("x", "n"), ("y", "k"), ("w", "m")):
+        words = Counter(layout.word(operand, axis) for layout in grids for axis in getattr(layout, role))
+        assert min(words.values()) >= 10 and len(words) == (2 if operand == "w" else 3), words
+    assert any(len(layout.n) > 1 for layout in grids) and any(len(layout.axes) < 3 for layout in grids)
     assert sum(fuzz.twin(draw) is not None for draw in DRAWS) >= 20
 
 

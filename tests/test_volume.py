@@ -12,6 +12,7 @@ import torch
 
 import dense
 import fuzz
+import grids
 import shardwright as sw
 from counting import counted
 from ranks import on_ranks
@@ -173,10 +174,49 @@ def test_heads_that_several_ranks_share_and_fused_parts():
 def from_draw(draw: fuzz.Draw) -> Case:
     (layout,) = draw.layouts
     frozen = tuple(name.removeprefix("0.") for name in draw.frozen)
-    axes, dtype = mesh(draw.data, draw.tensor), fuzz.DTYPES[draw.dtype]
+    axes, dtype = tuple(draw.axes.items()), fuzz.DTYPES[draw.dtype]
     return Case(layout, axes, draw.tokens, draw.k, plain(*draw.n), draw.bias, frozen, dtype)
 
 
 def test_random_draws():
     draws = (fuzz.make(2, number) for number in range(250))
     check([from_draw(draw) for draw in draws if draw.form != "pair"])
+
+
+GRIDS = [
+    (("i", 2), ("j", 2), ("l", 2)),
+    (("i", 2), ("j", 1), ("l", 4)),
+    (("i", 2), ("j", 3), ("l", 1)),
+    (("i", 1), ("j", 2), ("l", 2)),
+]
+WORDS = {
+    **{f"{name} {kind}": grids.layout_of(name, kind) for name in grids.DESIGNS for kind in grids.KINDS},
+    "2d": grids.layout_of("grid-2d", "column"),
+    "features out": sw.GridLayout(m="i", n="j", k="l", x="replicated", w="sharded", y="sharded-features"),
+    "several axes a role": sw.GridLayout(n=("i", "j"), k="l", w="sharded"),
+    "several axes split k": sw.GridLayout(k=("i", "j"), n="l", x="replicated"),
+    "words by axis": sw.GridLayout(n=("i", "j"), k="l", x={"i": "replicated", "j": "sharded"}, y="replicated"),
+    "words of y by axis": sw.GridLayout(n="i", k=("j", "l"), y={"j": "sharded", "l": "replicated"}),
+    "hybrid": sw.GridLayout(m=("i", "j"), n="l", w={"i": "sharded", "j": "replicated"}),
+    "fsdp": sw.GridLayout(m=("i", "j", "l"), w="sharded"),
+    "idle": sw.GridLayout(m="j", k="l", w="sharded"),
+}
+
+
+def on_grids(name: str) -> list[Case]:
+    """Every mode on every grid; the other choices change from case to case."""
+    cut, kept = itertools.cycle((0, 1, 2, 0, 3)), itertools.cycle(itertools.product(("shard", "gathered"), repeat=2))
+    frozen = itertools.cycle(((), ("x",), ("w0",), (), ("w",), ("x", "w1", "b0"), ()))
+    cases = []
+    for (axes, (tokens, k, n)), overlap in itertools.product(
+        zip(GRIDS, (UNEVEN, SMALL, EVEN, UNEVEN), strict=True), CHOICES["overlap"]
+    ):
+        save_x, save_w = next(kept)
+        layout = dataclasses.replace(WORDS[name], overlap=overlap, chunks=next(cut), save_x=save_x, save_w=save_w)
+        cases.append(Case(layout, axes, tokens, k, plain(n, n + 2), True, next(frozen)))
+    return cases
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_grids_in_every_mode(name):
+    check(on_grids(name))

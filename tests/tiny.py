@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -50,15 +51,19 @@ def write_config(fields: dict) -> Path:
     return path
 
 
-def plan_of(axes: dict[str, int], layout: str, path: Path | None = None, **changes) -> Plan:
+def plan_of(axes: dict[str, int], layout: str | dict, path: Path | None = None, **changes) -> Plan:
     settings = {"batch": BATCH, "sequence": SEQUENCE, **changes}
+    if isinstance(layout, dict):
+        return Plan.for_config(path or config_path(), mesh=axes, layout=sw.GridLayout(), **settings).evolve(
+            layouts=layout
+        )
     return Plan.for_config(path or config_path(), mesh=axes, layout=layout, **settings)
 
 
 def batches(plan: Plan, steps: int, place: int = 0) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """The same global batches for every layout; the rows of the data rank at ``place``."""
     generator = torch.Generator().manual_seed(7)
-    rows = -(-plan.batch // plan.mesh.get("data", 1))
+    rows = -(-plan.batch // math.prod(plan.mesh[axis] for axis in plan.data_axes))
     found = []
     for _ in range(steps):
         step = []
@@ -83,7 +88,7 @@ def train(plan: Plan, steps: int, record: int = 0, path: Path | None = None, lea
     """Losses of ``steps`` steps, and the trace of the first ``record``."""
     model, mesh = build(plan, path)
     step = sw.TrainStep(model, mesh, plan, learning_rate=learning_rate)
-    data = batches(plan, steps, mesh.get_local_rank("data"))
+    data = batches(plan, steps, sw.Runtime.of(mesh).group(plan.data_axes).index)
     losses, trace = [], None
     if record:
         losses, trace = record_steps(step, data[:record])

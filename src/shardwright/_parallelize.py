@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from shardwright import trace
 from shardwright._errors import InputError
 from shardwright._plan import Plan
-from shardwright.comm import Runtime
+from shardwright.comm import AxisGroup, Runtime
 from shardwright.layers import (
     GridDropout,
     GridLayerNorm,
@@ -35,7 +35,9 @@ from shardwright.layers.loss import IGNORED
 from shardwright.layout import GridLayout
 from shardwright.linear import GridLinear, SiteProduct
 from shardwright.linear.carrier import Carrier, TokenShape, tokens_of
+from shardwright.linear.conversion import Conversion
 from shardwright.linear.grid_linear import sharding_of
+from shardwright.linear.heads import HeadExchange
 from shardwright.linear.product import Product, names, weight_placements
 from shardwright.mesh import chunk
 from shardwright.models import Family, family_of, has_rule
@@ -44,7 +46,7 @@ from shardwright.params.initial import Source, from_seed, from_values
 from shardwright.params.lending import lend
 from shardwright.params.random import key_of
 from shardwright.sharding import Sharding
-from shardwright.site import Site, check_divides, check_edges
+from shardwright.site import Site, check_divides, check_heads, edges, exchanged_axes
 
 TOKENS = "shardwright_tokens"
 """The keyword by which a forward pass tells its blocks [batch, sequence], also when a block is replayed."""
@@ -81,7 +83,9 @@ def resolve(family: Family, config: Any, plan: Plan) -> dict[Site, GridLayout]:
         layout = layouts[site.name]
         check_divides(site, layout, plan.mesh)
         _check_batch(plan, layout.m)
-    check_edges(sites, layouts)
+        if site.name.endswith(f"{family.attention}.qkv"):
+            check_heads(site, layout, plan.mesh)
+    edges(sites, layouts, tuple(plan.mesh))
     return {site: layouts[site.name] for site in sites}
 
 
@@ -148,6 +152,7 @@ class _Conversion:
         self.shape = TokenShape()
         stream = next(iter(layouts.values()))
         self.stream = stream.output_token_axes
+        self.stream_features = runtime.group(stream.output_feature_axes)
         self.split = runtime.group(tuple(axis for axis in self.stream if axis not in stream.m))
         data = runtime.group(stream.m)
         self.first_sequence, _ = chunk(plan.batch, data.size, data.index)
@@ -159,13 +164,14 @@ class _Conversion:
                 self._embedding(site, layout)
             else:
                 self._linears(site, layout)
+        self._convert()
         if getattr(model.config, "tie_word_embeddings", False):
             self._tie()
         if family.positions is not None:
             self._positions(family.positions)
         for index, block in enumerate(model.get_submodule(family.blocks)):
             self._block(f"{family.blocks}.{index}", block, first=index == 0)
-        self._norm(family.final_norm, self.stream)
+        self._norm(family.final_norm, self.stream, self.stream_features)
         for name in family.dropouts:
             self._dropout(name)
         _fill_buffers(model, torch.device(self.mesh.device_type))
@@ -182,10 +188,11 @@ class _Conversion:
         return model
 
     def _unit_of(self, parameter: str) -> str:
-        """Units are blocks, and every module outside of them; a site whose layout shards W is a unit of its own."""
+        """Blocks are units, and modules outside of them; the weights of a site whose layout shards W are one too."""
         module = parameter.rpartition(".")[0]
         for site, layout in self.layouts.items():
-            if layout.axes_where("w", "sharded") and any(linear.name == module for linear in site.linears):
+            mine = layout.axes_where("w", "sharded") and any(linear.name == module for linear in site.linears)
+            if mine and parameter.endswith(".weight"):
                 return site.name
         block = re.match(rf"{re.escape(self.family.blocks)}\.\d+(?=\.)", module)
         return block.group() if block else module
@@ -206,8 +213,9 @@ class _Conversion:
             return None, None
         return self.store.place(self.source, module, name, f"{owner}.{name}", placements, partial, owner)
 
-    def _whole(self) -> list[Replicate]:
-        return [Replicate()] * self.mesh.ndim
+    def _split(self, dim: int, axes: tuple[str, ...]) -> list[Placement]:
+        """One dimension split by these axes."""
+        return [Shard(dim) if axis in axes else Replicate() for axis in names(self.mesh)]
 
     def _linears(self, site: Site, layout: GridLayout) -> None:
         dense = [self.model.get_submodule(linear.name) for linear in site.linears]
@@ -216,10 +224,18 @@ class _Conversion:
             self._put(linear.name, grid)
         self.sites[site.name] = grids[0].site
 
+    def _convert(self) -> None:
+        """Puts conversions onto the edges where layouts differ."""
+        inputs, outputs = edges(list(self.layouts), self.layout_of, tuple(self.plan.mesh))
+        for name, steps in inputs.items():
+            self.sites[name].before = Conversion(steps, self.runtime, name)
+        for name, steps in outputs.items():
+            self.sites[name].after = Conversion(steps, self.runtime, name)
+
     def _embedding(self, site: Site, layout: GridLayout) -> None:
         dense = self.model.get_submodule(site.name)
-        # W [V,h] is cut along V, the site's K; as a linear's weight it would be [h,V].
-        placements = weight_placements(GridLayout(n=layout.k), self.mesh)
+        # W [V,h] is cut along V, the site's K, and along h, its N; as a linear's weight it would be [h,V].
+        placements = weight_placements(GridLayout(n=layout.k, k=layout.n), self.mesh)
         stored, cut = self._stored(dense, "weight", placements, layout.m, site.name)
         scale = getattr(dense, "scalar_embed_scale", None)
         if scale is not None:  # rounded as Hugging Face rounds it
@@ -240,18 +256,20 @@ class _Conversion:
 
     def _positions(self, name: str) -> None:
         dense = self.model.get_submodule(name)
-        stored, _ = self._stored(dense, "weight", self._whole(), self.stream, name)
+        stored, _ = self._stored(dense, "weight", self._split(1, self.stream_features.axes), self.stream, name)
         self._put(name, PositionEmbedding(stored, self.split, self.shape))
 
-    def _norm(self, name: str, partial: tuple[str, ...]) -> None:
+    def _norm(self, name: str, partial: tuple[str, ...], split: AxisGroup | None = None) -> None:
+        """partial: axes that split the rows. split: the ranks that split the features."""
         dense = self.model.get_submodule(name)
-        weight, _ = self._stored(dense, "weight", self._whole(), partial, name)
+        placements = self._split(0, split.axes if split is not None else ())
+        weight, _ = self._stored(dense, "weight", placements, partial, name)
         if isinstance(dense, nn.LayerNorm):
-            bias, _ = self._stored(dense, "bias", self._whole(), partial, name)
-            self._put(name, GridLayerNorm(weight, bias, dense.eps))
+            bias, _ = self._stored(dense, "bias", placements, partial, name)
+            self._put(name, GridLayerNorm(weight, bias, dense.eps, split))
         else:
             eps = getattr(dense, "variance_epsilon", None) or dense.eps
-            self._put(name, GridRMSNorm(weight, eps, self.family.norm_from_one))
+            self._put(name, GridRMSNorm(weight, eps, self.family.norm_from_one, split))
 
     def _dropout(self, name: str) -> None:
         probability = self.model.get_submodule(name).p
@@ -262,20 +280,22 @@ class _Conversion:
         """(first token over the whole mesh, first feature, features) of hidden states [.., T_local, h]."""
         own = self.shape.batch * self.shape.sequence
         before = self.first_sequence * self.shape.sequence
-        return before + chunk(own, self.split.size, self.split.index)[0], 0, tokens.shape[-1]
+        width = self.model.config.hidden_size
+        return before + self.split.bounds(own)[0], self.stream_features.bounds(width)[0], width
 
     def _block(self, name: str, block: nn.Module, first: bool) -> None:
         family = self.family
         for norm in family.block_norms:
-            self._norm(f"{name}.{norm}", self.stream)
+            self._norm(f"{name}.{norm}", self.stream, self.stream_features)
         sites = [site for key, site in self.sites.items() if key.startswith(f"{name}.")]
         heads = self.layout_of[f"{name}.{family.attention}.qkv"]
         for norm in family.head_norms:
-            self._norm(f"{name}.{norm}", heads.m + heads.n)
+            self._norm(f"{name}.{norm}", heads.m + heads.n + exchanged_axes(heads))
         for dropout in family.block_dropouts:
             self._dropout(f"{name}.{dropout}")
         module: Any = block.get_submodule(family.attention)
-        ranks = self.runtime.group(heads.n)
+        ranks = self.runtime.group(heads.n + exchanged_axes(heads))
+        self._exchange_heads(f"{name}.{family.attention}", exchanged_axes(heads))
         for count in family.head_counts:
             setattr(module, count, getattr(module, count) // ranks.size)
         probability = getattr(self.model.config, family.attention_dropout, 0.0)
@@ -293,9 +313,22 @@ class _Conversion:
             inside = [site for key, site in self.sites.items() if key.startswith(f"{name}.{parent}.")]
             block.get_submodule(parent).register_forward_hook(_Clear(inside), always_call=True)
 
+    def _exchange_heads(self, attention_name: str, axes: tuple[str, ...]) -> None:
+        """Where tokens are split as they leave q, k, v: whole sequences of fewer heads in between."""
+        group = self.runtime.group(axes)
+        if group.size == 1:
+            return
+        for site in self.layouts:
+            if site.name in (f"{attention_name}.qkv", f"{attention_name}.o"):
+                for linear in site.linears:
+                    unit = linear.unit if site.kind == "column" else site.k_unit
+                    self.model.get_submodule(linear.name).exchange = HeadExchange(group, unit, site.name)
+
     def _loss(self) -> None:
         layout = self.layout_of[self.family.head]
-        self.model.loss_function = CausalLoss(VocabParallelLoss(self.mesh, layout.n, layout.m))
+        split = layout.axes_where("y", "sharded")
+        loss = VocabParallelLoss(self.mesh, layout.output_feature_axes, layout.m, split)
+        self.model.loss_function = CausalLoss(loss)
 
 
 class CausalLoss:

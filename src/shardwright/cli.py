@@ -149,6 +149,30 @@ def rehearse(
 
 
 @app.command()
+def bounds(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.json", help="A model's config.")],
+    ranks: Annotated[str, typer.Option(metavar="N,N", help="Numbers of ranks.")] = "8,64,512",
+    tokens: Annotated[str, typer.Option(metavar="N,N", help="Tokens of a batch.")] = "8192,65536,1048576",
+) -> None:
+    """Tell what the products of a model move on their best grids, and the least that they could."""
+    with exit_status():
+        from shardwright import models
+        from shardwright.report.bounds import bounds_table
+        from shardwright.report.console import table_console
+
+        loaded = models.load_config(config)
+        sites = models.family_of(loaded).sites(loaded, 1)
+        table_console().print(bounds_table(sites, _numbers(ranks, "--ranks"), _numbers(tokens, "--tokens")))
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise InputError(f"{option}: found {text!r}; allowed: whole numbers of at least 1, such as 8,64,512")
+    return [int(part) for part in parts]
+
+
+@app.command()
 def schema(
     kind: Annotated[str | None, typer.Argument(metavar="plan|cluster|run", help="The kind of file.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write into FILE.")] = None,
@@ -224,11 +248,16 @@ def _rehearse(
             status.update(f"rehearsing rank {rank} of {plan.world_size}")
             traces[rank] = rehearse_rank(plan.config_path, plan, rank=rank, job=job)
     _show(console, traces)
+    sites = _sites(plan, traces)
+    if sites:
+        from shardwright.report.bounds import sites_table
+
+        console.print(sites_table(sites))
     if picture is not None:
         axes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
         save_picture(console, picture, f"{plan.config_path.name} · {axes} · rehearsed")
     if json_path is not None:
-        _write_json(json_path, plan, traces)
+        _write_json(json_path, plan, traces, sites)
     fullest = max(traces, key=lambda rank: traces[rank].peak_bytes)
     peak = traces[fullest].peak_bytes
     if cluster is not None and peak > cluster.memory_bytes:
@@ -255,7 +284,22 @@ def _show(console: Console, traces: dict[int, Trace]) -> None:
     console.print(collectives_table(fullest))
 
 
-def _write_json(path: Path, plan: Plan, traces: dict[int, Trace]) -> None:
+def _sites(plan: Plan, traces: dict[int, Trace]) -> list[dict[str, Any]]:
+    """What each site moves on the fullest rank, beside the bound; nothing for a model without a rule table."""
+    import torch
+
+    from shardwright import models
+    from shardwright.report.bounds import sites_json
+
+    config = models.load_config(plan.config_path)
+    if not models.has_rule(config):
+        return []
+    fullest = max(traces.values(), key=lambda trace: trace.peak_bytes)
+    sites = models.family_of(config).sites(config, plan.batch * plan.sequence)
+    return sites_json(fullest, sites, plan.world_size, getattr(torch, plan.dtype).itemsize, plan.accumulation)
+
+
+def _write_json(path: Path, plan: Plan, traces: dict[int, Trace], sites: list[dict[str, Any]]) -> None:
     from shardwright.report.ledger import ledger_json
     from shardwright.report.volume import collectives_json
 
@@ -264,6 +308,7 @@ def _write_json(path: Path, plan: Plan, traces: dict[int, Trace]) -> None:
         "ranks": list(traces),
         "rehearsed_peak": [trace.peak_bytes for trace in traces.values()],
         "ledger": [ledger_json(trace) for trace in traces.values()],
+        "sites": sites,
         "collectives": [collectives_json(trace, by_phase=True) for trace in traces.values()],
     }
     write_text(path, json.dumps(figures, indent=2) + "\n")

@@ -8,6 +8,11 @@ needs two of them, and the layout says what it does on the axes of the third, it
 | X [M,K] | m, k        | n            | gathered before use        | held whole, dX is all-reduced  |
 | W [N,K] | n, k        | m            | gathered before use        | held whole, dW is all-reduced  |
 | Y [M,N] | m, n        | k            | partial sums, then reduce-scattered | partial sums, then all-reduced |
+
+`sharded` parts of X and Y are parts of their tokens; `sharded-features` is the same with parts of their features.
+
+Several axes in one role cut one after the other in mesh order, each into ⌈length/ranks⌉ pieces of what the one before
+left (``mesh.nested_chunk``): that is DTensor's rule, for activations and weights alike.
 """
 
 from __future__ import annotations
@@ -131,6 +136,16 @@ class GridLayout:
         """Axes that split the rows of Y as it is returned: m, then the k axes over which Y is reduce-scattered."""
         return self.m + self.axes_where("y", "sharded")
 
+    @property
+    def input_feature_axes(self) -> tuple[str, ...]:
+        """Axes that split the features of X as it is given: k, then the n axes on which it is in parts of features."""
+        return self.k + self.axes_where("x", "sharded-features")
+
+    @property
+    def output_feature_axes(self) -> tuple[str, ...]:
+        """Axes that split the features of Y as it is returned: n, then the k axes that scatter Y along its features."""
+        return self.n + self.axes_where("y", "sharded-features")
+
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data for a plan file."""
         data: dict[str, Any] = {}
@@ -190,6 +205,44 @@ def sequence_parallel_keep(site: Site, *, data: str = "data", tensor: str = "ten
     return sequence_parallel(site, data=data, tensor=tensor, save_x="gathered")
 
 
+# The presets of grids. Consecutive sites swap the roles of j and l: what a column site splits by n, the row site behind
+# it splits by k, and the other way round, so that edges join without a conversion. In the mesh, i (and d) come before j
+# and l.
+
+
+def _swapped(site: Site, first: str, second: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(n, k) of a site: first, second of a column site, the other way round of a row site."""
+    return ((first,), (second,)) if site.kind == "column" else ((second,), (first,))
+
+
+def grid_scatter(site: Site, *, i: str = "i", j: str = "j", k: str = "l") -> GridLayout:
+    """3D, design 1: X and W gathered, Y reduce-scattered. Of P ranks each keeps 1/P of every activation and weight.
+
+    Column sites: X [M/(i·j), K/l] gathered over j, W over i, Y [M/(i·l), N/j] reduce-scattered over l.
+    """
+    by_n, by_k = _swapped(site, j, k)
+    return GridLayout(m=(i,), n=by_n, k=by_k, x="sharded", w="sharded", y="sharded")
+
+
+def grid_reduce(site: Site, *, i: str = "i", j: str = "j", k: str = "l") -> GridLayout:
+    """3D, design 2: W gathered, Y all-reduced. Activations are split over two axes, weights over three.
+
+    Column sites: X [M/i, K/l] whole over j (dX all-reduced), Y [M/i, N/j] all-reduced over l.
+    """
+    by_n, by_k = _swapped(site, j, k)
+    return GridLayout(m=(i,), n=by_n, k=by_k, x="replicated", w="sharded", y="replicated")
+
+
+def grid_2d(site: Site, *, i: str = "i", j: str = "j") -> GridLayout:
+    """2D, gather form: X [M/i, K/j] gathered along its features, W over i; Y [M/i, N/j] comes out whole."""
+    return GridLayout(m=(i,), n=(j,), x="sharded-features", w="sharded")
+
+
+def grid_25d(site: Site, *, i: str = "i", d: str = "d", j: str = "j") -> GridLayout:
+    """2.5D: ``grid_2d`` with tokens split over d too, and a copy of W on each of its ranks (dW all-reduced over d)."""
+    return GridLayout(m=(i, d), n=(j,), x="sharded-features", w={i: "sharded", d: "replicated"})
+
+
 presets: dict[str, Callable[[Site], GridLayout]] = {
     "replicate": replicate,
     "tensor-all-reduce": tensor_all_reduce,
@@ -197,6 +250,10 @@ presets: dict[str, Callable[[Site], GridLayout]] = {
     "sequence-parallel-keep": sequence_parallel_keep,
     "sequence-parallel-async": sequence_parallel_async,
     "sequence-parallel-ring": sequence_parallel_ring,
+    "grid-scatter": grid_scatter,
+    "grid-reduce": grid_reduce,
+    "grid-2d": grid_2d,
+    "grid-25d": grid_25d,
 }
 """Presets by the name that plan files and ``--layout`` use."""
 

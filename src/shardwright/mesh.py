@@ -48,3 +48,18 @@ def chunk(length: int, ranks: int, index: int) -> tuple[int, int]:
     """[start, stop) of the ``index``-th of ``ranks`` pieces, as DTensor cuts: ⌈length/ranks⌉ each, the last shorter."""
     piece = -(-length // ranks)
     return min(index * piece, length), min((index + 1) * piece, length)
+
+
+def nested_chunk(length: int, sizes: Sequence[int], index: int) -> tuple[int, int]:
+    """[start, stop) of the ``index``-th piece where axis after axis cuts what the one before left, each by ``chunk``.
+
+    sizes: ranks along each axis, the slowest first; that is how DTensor cuts one dimension by several axes. Where the
+    product of the sizes divides the length, or there is one axis, it is ``chunk`` over them all.
+    """
+    start, stop, ranks = 0, length, math.prod(sizes)
+    for size in sizes:
+        ranks //= size
+        place, index = divmod(index, ranks)
+        low, high = chunk(stop - start, size, place)
+        start, stop = start + low, start + high
+    return start, stop

@@ -119,7 +119,7 @@ class TrainStep:
                 shares.append(loss.detach())
                 if len(shares) == len(micro_batches):
                     total = torch.stack(shares).sum()
-                    all_reduce(total, self.loss.tokens, "loss")
+                    all_reduce(total, self.loss.shares, "loss")
             # What is reduced once a step waits for the last micro-batch.
             with nullcontext() if len(shares) == len(micro_batches) else self.accumulate():
                 loss.backward()
@@ -143,7 +143,7 @@ class TrainStep:
         ]
         with trace.span("loss"):
             total = torch.stack(shares).sum()
-            all_reduce(total, self.loss.tokens, "loss")
+            all_reduce(total, self.loss.shares, "loss")
         self.model.train(training)
         return total
 

@@ -4,7 +4,7 @@ from shardwright.comm.arena import Arena, ArenaError
 from shardwright.comm.collectives import Reducing, all_gather, all_reduce, reduce_scatter
 from shardwright.comm.exchange import Gathering, Scattering
 from shardwright.comm.groups import AxisGroup
-from shardwright.comm.reduction import reduce_output
+from shardwright.comm.reduction import Reduction, reduce_output
 from shardwright.comm.runtime import Runtime
 from shardwright.comm.together import GatheringTogether, Logged, ReducingTogether, ScatteringTogether
 
@@ -17,6 +17,7 @@ __all__ = [
     "Logged",
     "Reducing",
     "ReducingTogether",
+    "Reduction",
     "Runtime",
     "Scattering",
     "ScatteringTogether",

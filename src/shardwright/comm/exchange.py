@@ -1,9 +1,10 @@
 """Gathers and reduce-scatters that are under way: issued now, waited for piece by piece, products in between.
 
 Parts lie along dimension 0, in rank order: over n ranks a whole of R rows has parts of ⌈R/n⌉ rows; where R does not
-divide, the last parts are shorter or empty. On gloo both are *direct exchanges*: every rank sends to, and receives
-from, each other rank without a copy on the sending side (gloo's own reduce-scatter is an all-reduce, and its all-gather
-hides a buffer of the full size). On NCCL they are its collectives, on its own stream.
+divide, the last parts are shorter or empty (several axes cut one after the other: ``AxisGroup.bounds``). On gloo both
+are *direct exchanges*: every rank sends to, and receives from, each other rank without a copy on the sending side
+(gloo's own reduce-scatter is an all-reduce, and its all-gather hides a buffer of the full size). On NCCL they are its
+collectives, on its own stream.
 
 No tensor that a handle holds may be released before the handle has finished.
 """
@@ -18,7 +19,6 @@ import torch.distributed as dist
 
 from shardwright import trace
 from shardwright.comm.groups import AxisGroup
-from shardwright.mesh import chunk
 
 
 def log(
@@ -78,7 +78,7 @@ def pass_along(outgoing: torch.Tensor | None, incoming: torch.Tensor | None, gro
 
 def places(whole: torch.Tensor, group: AxisGroup) -> list[torch.Tensor]:
     """The part of each rank, as views of the whole."""
-    bounds = [chunk(whole.shape[0], group.size, index) for index in range(group.size)]
+    bounds = [group.bounds(whole.shape[0], index) for index in range(group.size)]
     return [whole[start:stop] for start, stop in bounds]
 
 

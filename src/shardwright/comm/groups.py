@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright._errors import InputError
+from shardwright.mesh import nested_chunk
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,9 @@ class AxisGroup:
     """The ranks that differ from this one only along ``axes``.
 
     ranks: global ranks in mesh order; index: this rank's place among them. process_group is None for a group of one,
-    which never communicates. backend: the *declared* one (gloo, nccl), by which algorithms are chosen. tags: numbers of
-    the exchanges under way, so that the messages of one are never taken for those of another.
+    which never communicates. backend: the *declared* one (gloo, nccl), by which algorithms are chosen. sizes: ranks
+    along each axis; what the group shares is cut by axis after axis, as DTensor cuts it. tags: numbers of the exchanges
+    under way, so that the messages of one are never taken for those of another.
     """
 
     axes: tuple[str, ...]
@@ -26,11 +28,20 @@ class AxisGroup:
     index: int
     backend: str
     process_group: dist.ProcessGroup | None
+    sizes: tuple[int, ...]
     tags: Iterator[int] = field(default_factory=lambda: count(1), compare=False, repr=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def bounds(self, length: int, index: int | None = None) -> tuple[int, int]:
+        """[start, stop) of the part of ``length`` that belongs to member ``index`` (by default this rank)."""
+        return nested_chunk(length, self.sizes, self.index if index is None else index)
+
+    def joined(self) -> AxisGroup:
+        """The same ranks as one axis: what they share is cut once, into ⌈length/size⌉ each."""
+        return replace(self, sizes=(self.size,))
 
 
 class Groups:
@@ -78,5 +89,6 @@ class Groups:
                     self._by_ranks[ranks] = process_group
             index = ranks.index(dist.get_rank())
             tags = self._tags.setdefault(ranks, count(1))
-            group = self._by_axes[key] = AxisGroup(key, ranks, index, self.backend, process_group, tags)
+            along = tuple(self.sizes[axis] for axis in key)
+            group = self._by_axes[key] = AxisGroup(key, ranks, index, self.backend, process_group, along, tags)
         return group

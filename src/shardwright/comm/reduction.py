@@ -1,13 +1,17 @@
 """The reduction of partial sums Y over the k axes, as an autograd node of its own (a replay can stop before it).
 
-| word         | forward                       | backward                         |
-|--------------|-------------------------------|----------------------------------|
-| `sharded`    | Y [R,N] → reduce-scatter [R/n,N] | dY [R/n,N] → all-gather [R,N] |
-| `replicated` | Y [R,N] → all-reduce, in place | dY [R,N] as it is                |
+| words of Y over k                | forward                                          | backward                      |
+|----------------------------------|--------------------------------------------------|-------------------------------|
+| `sharded`                        | Y [R,N] → reduce-scatter [R/n,N]                 | dY [R/n,N] → all-gather [R,N] |
+| `sharded-features`               | Y [R,N] → reduce-scatter [R,N/n], as rows of Yᵀ  | dY [R,N/n] → all-gather [R,N] |
+| `replicated`                     | Y [R,N] → all-reduce, in place                   | dY [R,N] as it is             |
+| one of the first two, and the last | reduce-scatter, then all-reduce of the part    | all-gather                    |
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,71 +19,105 @@ import torch
 from shardwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.runtime import Runtime
-from shardwright.mesh import chunk
 
 
-def reduce_rows(
-    partial: torch.Tensor, runtime: Runtime, group: AxisGroup, word: str, owner: str, wide: bool
+@dataclass(frozen=True)
+class Reduction:
+    """How partial sums [R,N] end.
+
+    scatter: over these ranks each keeps a part (by_features: of the features, else of the rows); reduce: over these the
+    part is all-reduced. owner: for the trace. wide: low-precision sums are taken in fp32.
+    """
+
+    runtime: Runtime
+    scatter: AxisGroup
+    by_features: bool
+    reduce: AxisGroup
+    owner: str
+    wide: bool = False
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to sum up."""
+        return self.scatter.size > 1 or self.reduce.size > 1
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum of the leased partial [R,N], without autograd; ends its lease."""
+        total = partial
+        if self.scatter.size > 1:
+            whole = partial.t() if self.by_features else partial
+            start, stop = self.scatter.bounds(whole.shape[0])
+            part = whole.new_empty(stop - start, whole.shape[1])
+            reduce_scatter(whole, part, self.scatter, self.owner, self.wide)
+            self.runtime.arena.end(partial)
+            total = transposed(part) if self.by_features else part
+        if self.reduce.size > 1:
+            all_reduce(total, self.reduce, self.owner, self.wide)
+        return self.runtime.arena.give(total)
+
+    def gather(self, part: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        """dY [R,N] of ``shape`` from every rank's part, leased; the part itself where nothing was scattered."""
+        if self.scatter.size == 1:
+            return part
+        shape = shape[::-1] if self.by_features else shape
+        owner = f"{self.owner} (dY)"
+        whole = self.runtime.arena.lease(shape, part.dtype, part.device, "gathered", owner)
+        all_gather(transposed(part) if self.by_features else part, whole, self.scatter, self.owner)
+        return whole.t() if self.by_features else whole
+
+
+def transposed(part: torch.Tensor) -> torch.Tensor:
+    """A copy of a part as its transpose, contiguous: features travel as rows."""
+    return part.t().clone(memory_format=torch.contiguous_format)
+
+
+def lease_partial(
+    runtime: Runtime, shape: tuple[int, int], like: torch.Tensor, owner: str, by_features: bool
 ) -> torch.Tensor:
-    """The sum over ``group`` of the leased partial [R,N], without autograd; ends its lease."""
-    if group.size == 1:
-        return partial
-    if word == "replicated":
-        all_reduce(partial, group, owner, wide)
-        return runtime.arena.give(partial)
-    rows, width = partial.shape
-    start, stop = chunk(rows, group.size, group.index)
-    part = partial.new_empty(stop - start, width)
-    reduce_scatter(partial, part, group, owner, wide)
-    runtime.arena.end(partial)
-    return part
+    """Room for a partial sum [R,N], which lies as its transpose where features are scattered."""
+    shape = shape[::-1] if by_features else shape
+    partial = runtime.arena.lease(shape, like.dtype, like.device, "unreduced", owner)
+    return partial.t() if by_features else partial
 
 
-def gather_rows(part: torch.Tensor, rows: int, runtime: Runtime, group: AxisGroup, owner: str) -> torch.Tensor:
-    """dY [rows,N] of every rank's rows, leased."""
-    shape = (rows, part.shape[1])
-    whole = runtime.arena.lease(shape, part.dtype, part.device, "gathered", f"{owner} (dY)")
-    all_gather(part, whole, group, owner)
-    return whole
+class _Scatter(torch.autograd.Function):
+    """Where parts are kept: the result is another tensor."""
 
-
-class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, partial: torch.Tensor, runtime: Runtime, group: AxisGroup, owner: str, wide: bool
+        ctx: Any, partial: torch.Tensor, reduction: Reduction, ahead: Callable[[], None] | None
     ) -> torch.Tensor:
-        ctx.runtime, ctx.group, ctx.owner, ctx.rows = runtime, group, owner, partial.shape[0]
-        return reduce_rows(partial, runtime, group, "sharded", owner, wide)
+        ctx.reduction, ctx.shape, ctx.ahead = reduction, tuple(partial.shape), ahead
+        return reduction.sum(partial)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
+        if ctx.ahead is not None:
+            ctx.ahead()
         # The node that made the partial sums ends this lease when its products are done.
-        return gather_rows(grad, ctx.rows, ctx.runtime, ctx.group, ctx.owner), None, None, None, None
+        return ctx.reduction.gather(grad, ctx.shape), None, None
 
 
 class _AllReduce(torch.autograd.Function):
+    """Where nothing is scattered: in place."""
+
     @staticmethod
-    def forward(
-        ctx: Any, partial: torch.Tensor, runtime: Runtime, group: AxisGroup, owner: str, wide: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, partial: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         ctx.mark_dirty(partial)
-        return reduce_rows(partial, runtime, group, "replicated", owner, wide)
+        return reduction.sum(partial)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return grads[0], None, None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
 
 
-def reduce_output(
-    partial: torch.Tensor, runtime: Runtime, group: AxisGroup, word: str, owner: str, wide: bool = False
-) -> torch.Tensor:
-    """The sum over ``group`` of partial [R,N]: this rank's rows [R/n,N] (`sharded`), or all of it (`replicated`).
-
-    wide: low-precision sums are taken in fp32.
-    """
-    if group.size == 1:
+def reduce_output(partial: torch.Tensor, reduction: Reduction, ahead: Callable[[], None] | None = None) -> torch.Tensor:
+    """The sum of partial [R,N], as ``reduction`` says. ahead: called in backward before dY is gathered."""
+    if not reduction.needed:
         return partial
-    node = _ReduceScatter if word == "sharded" else _AllReduce
-    reduced: torch.Tensor = node.apply(partial, runtime, group, owner, wide)
+    if reduction.scatter.size > 1:
+        reduced: torch.Tensor = _Scatter.apply(partial, reduction, ahead)
+    else:
+        reduced = _AllReduce.apply(partial, reduction)
     return reduced

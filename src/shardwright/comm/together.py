@@ -25,11 +25,12 @@ class Logged:
 
     def __init__(self) -> None:
         self._whole = self._own = 0
+        self._begun = False
         self._grow: Callable[[int, int], None] | None = None
 
     def join(self, kind: str, group: AxisGroup, whole_bytes: int, own_bytes: int, module: str, mode: str) -> None:
         """A launch of ``whole_bytes``, ``own_bytes`` of them this rank's; the first one begins the operation."""
-        begun = self._whole > 0
+        begun, self._begun = self._begun, True
         self._whole, self._own = self._whole + whole_bytes, self._own + own_bytes
         if not begun:
             self._grow = log(kind, group, whole_bytes, own_bytes, module, mode)

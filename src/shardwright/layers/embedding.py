@@ -21,7 +21,6 @@ from torch import nn
 from shardwright.comm import AxisGroup, reduce_output
 from shardwright.linear.carrier import Carrier, TokenShape
 from shardwright.linear.product import Product
-from shardwright.mesh import chunk
 from shardwright.params import StoredParameter, Use
 
 
@@ -42,7 +41,7 @@ class _Lookup(torch.autograd.Function):
         ctx.rows = weight.shape[0]
         ctx.save_for_backward(ids)
         flat = ids.reshape(-1)
-        if product.reduce_y.size == 1:
+        if not product.splits_k:
             return weight[flat]
         arena = product.runtime.arena
         local = flat - first
@@ -75,8 +74,8 @@ class _Lookup(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """Token ids [B,S] → hidden states, as a carrier [B,S,h] of this rank's tokens [1,T_local,h].
 
-    stored: W [V,h], its rows split by the layout's k axes. T_local is B·S, over n where the layout scatters Y. scale:
-    multiplies the result (Gemma).
+    stored: W [V,h], its rows split by the layout's k axes, its columns by n. T_local is B·S, over k where the layout
+    scatters Y. scale: multiplies the result (Gemma).
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class VocabParallelEmbedding(nn.Module):
         """ids [B,S] → a carrier [B,S,h]."""
         product = self.product
         y = _Lookup.apply(self.weight, self.stored, self.stored.use(), ids, self.first_row, product, self.padding_idx)
-        y = reduce_output(y, product.runtime, product.reduce_y, product.y_word, product.name)
+        y = reduce_output(y, product.reduction)
         if self.scale is not None:
             y = y * self.scale
         return Carrier(y.unsqueeze(0), *ids.shape)
@@ -128,8 +127,8 @@ class _PositionLookup(torch.autograd.Function):
 class PositionEmbedding(nn.Module):
     """Position ids [1,S] → the embeddings of this rank's tokens, as a carrier [B,S,h].
 
-    stored: the table [P,h], whole on every rank; its gradient is partial over all axes that split tokens. split: the
-    group over which the tokens of one data rank are split. shape: tells B of the forward at work.
+    stored: the table [P,h], cut as the features of hidden states are; its gradient is partial over all axes that split
+    tokens. split: the group over which the tokens of one data rank are split. shape: tells B of the forward at work.
     """
 
     def __init__(self, stored: StoredParameter, split: AxisGroup, shape: TokenShape):
@@ -144,7 +143,7 @@ class PositionEmbedding(nn.Module):
     def forward(self, position_ids: torch.Tensor) -> Carrier:
         """position_ids [1,S] → a carrier [B,S,h]."""
         batch, sequence = self.shape.batch, self.shape.sequence
-        start, stop = chunk(batch * sequence, self.split.size, self.split.index)
+        start, stop = self.split.bounds(batch * sequence)
         positions = position_ids.expand(batch, sequence).reshape(-1)[start:stop]
         tokens = _PositionLookup.apply(self.weight, self.stored, self.stored.use(), positions)
         return Carrier(tokens.unsqueeze(0), batch, sequence)

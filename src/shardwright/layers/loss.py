@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import trace
 from shardwright.comm import AxisGroup, Runtime, all_gather, all_reduce
-from shardwright.mesh import chunk
 
 IGNORED = -100
 """The label of a token without a target."""
@@ -79,15 +78,24 @@ class _CrossEntropy(torch.autograd.Function):
 class VocabParallelLoss:
     """Cross entropy of logits [.., T, V/n] against labels [..]: the sum over tokens, over the count of targets.
 
-    vocab_axes: the mesh axes that split the vocabulary. token_axes: those that split the tokens. Labels are class
+    vocab_axes: the mesh axes that split the vocabulary. token_axes: those that split the tokens of logits and labels.
+    split_axes: those that split the tokens of the logits further; labels come whole along them. Labels are class
     numbers, or −100 for tokens without a target. The count is given (a 0-dim tensor: targets of all token axes and
     micro-batches), or taken here by one small all-reduce over the token axes. A count of 0 gives loss 0.
     """
 
-    def __init__(self, mesh: DeviceMesh, vocab_axes: tuple[str, ...] = (), token_axes: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        vocab_axes: tuple[str, ...] = (),
+        token_axes: tuple[str, ...] = (),
+        split_axes: tuple[str, ...] = (),
+    ):
         runtime = Runtime.of(mesh)
         self.vocab = runtime.group(vocab_axes)
         self.tokens = runtime.group(token_axes)
+        self.split = runtime.group(split_axes)
+        self.shares = runtime.group(token_axes + split_axes)
 
     def __call__(
         self,
@@ -96,7 +104,7 @@ class VocabParallelLoss:
         count: torch.Tensor | None = None,
         vocab_size: int | None = None,
     ) -> torch.Tensor:
-        """This rank's share of the mean loss, 0-dim: summed over the token axes it is the mean.
+        """This rank's share of the mean loss, 0-dim: summed over ``shares`` (token and split axes) it is the mean.
 
         vocab_size: V, needed where the ranks' parts differ; by default each has as many classes as this one.
         """
@@ -104,7 +112,8 @@ class VocabParallelLoss:
             logits, labels = logits.flatten(0, -2), labels.reshape(-1)
             if count is None:
                 count = self.count_targets(labels)
-            first, _ = chunk(vocab_size or logits.shape[-1] * self.vocab.size, self.vocab.size, self.vocab.index)
+            labels = labels[slice(*self.split.bounds(labels.shape[0]))]
+            first, _ = self.vocab.bounds(vocab_size or logits.shape[-1] * self.vocab.size)
             loss: torch.Tensor = _CrossEntropy.apply(logits, labels, count.clamp(min=1), first, self.vocab)
             return loss
 

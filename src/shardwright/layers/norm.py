@@ -1,4 +1,4 @@
-"""Norms on tokens that may be split, with whole features. Statistics are taken in at least fp32.
+"""Norms on tokens and features that may be split. Statistics are taken in at least fp32.
 
 | pass     | in       | out                                                                                |
 |----------|----------|------------------------------------------------------------------------------------|
@@ -8,16 +8,36 @@
 |          |          | LayerNorm: torch's own kernel                                                      |
 
 dw (and db) are partial over the axes that split the rows, and summed over them once.
+
+Features that are split over a group, h' of them here (e bytes a number of at least fp32, R rows):
+
+| norm      | forward: one small collective                        | backward: one all-reduce            |
+|-----------|------------------------------------------------------|-------------------------------------|
+| RMS       | all-reduce of Σ x² [R,1]                             | Σ g x̂ [R,1]                         |
+| LayerNorm | all-gather of pivot, residual mean and Σ of squares [3,R] | Σ g and Σ g x̂ [2,R]            |
+
+A pivot is a row's first number here; what is summed up is x minus its pivot, so nothing is lost where the mean is large
+beside the deviation. (T. Chan, G. Golub, R. LeVeque, 1983, tell how parts of a variance are combined.)
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from shardwright.comm import AxisGroup, all_gather, all_reduce
 from shardwright.params import StoredParameter, Use
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of a row: how many there are in all, and the group over which they are split."""
+
+    count: int
+    group: AxisGroup
 
 
 class _Normalise(torch.autograd.Function):
@@ -30,12 +50,14 @@ class _Normalise(torch.autograd.Function):
         use: Use | None,
         eps: float,
         from_one: bool,
+        features: Features,
     ) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        inverse = (length.square() / x.shape[-1] + eps).rsqrt()
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_()
+        all_reduce(square, features.group, stored.name)
+        inverse = (square / features.count + eps).rsqrt()
         weight = stored.lease()
-        ctx.stored, ctx.use, ctx.from_one = stored, use, from_one
+        ctx.stored, ctx.use, ctx.from_one, ctx.features = stored, use, from_one, features
         ctx.save_for_backward(x, inverse)
         unit = x * inverse
         if from_one:  # Gemma's rule: the product in wide precision, then the rounding
@@ -53,11 +75,12 @@ class _Normalise(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = dy * (weight.to(inverse.dtype) + 1 if ctx.from_one else weight.to(inverse.dtype))
-            along = (dx * unit).mean(-1, keepdim=True)
-            dx.sub_(unit.mul_(along)).mul_(inverse)
+            along = (dx * unit).sum(-1, keepdim=True)
+            all_reduce(along, ctx.features.group, ctx.stored.name)
+            dx.sub_(unit.mul_(along.div_(ctx.features.count))).mul_(inverse)
             dx = dx.to(x.dtype)
         ctx.stored.finish(ctx.use)
-        return dx, None, None, None, None, None
+        return (dx,) + (None,) * 6
 
 
 class _LayerNormalise(torch.autograd.Function):
@@ -96,15 +119,88 @@ class _LayerNormalise(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
-class GridRMSNorm(nn.Module):
-    """RMSNorm with a DTensor weight, whole on every rank.
+class _SplitLayerNormalise(torch.autograd.Function):
+    """LayerNorm of rows whose features are split: x̂ = ((x − pivot) − mean) · r, mean being that of x − pivot.
 
-    x [.., h] → [.., h]. from_one: the weight counts from one (y = x̂ · (1 + w)), as Gemma's does. The weight's gradient
-    is summed over ``stored.partial_axes``, the axes that split the rows.
+    pivot is the first rank's of the group. Saves x itself, pivot, mean and r [R,1].
     """
 
-    def __init__(self, stored: StoredParameter, eps: float, from_one: bool = False):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: Any,
+        bias: Any,
+        stored: tuple[StoredParameter, StoredParameter | None],
+        uses: tuple[Use | None, Use | None],
+        eps: float,
+        features: Features,
+    ) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        pivot, mean, inverse = _statistics(x.to(wide), eps, features, stored[0].name)
+        ctx.stored, ctx.uses, ctx.features = stored, uses, features
+        ctx.save_for_backward(x, pivot, mean, inverse)
+        y = x.sub(pivot).sub_(mean).mul_(inverse)
+        y = y.to(x.dtype).mul_(stored[0].lease())
+        return y if stored[1] is None else y.add_(stored[1].lease())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (dy,) = grads
+        x, pivot, mean, inverse = ctx.saved_tensors
+        (weight, bias), (of_weight, of_bias) = ctx.stored, ctx.uses
+        unit = x.sub(pivot).sub_(mean).mul_(inverse)
+        if ctx.needs_input_grad[1]:
+            weight.deposit((dy * unit).flatten(0, -2).sum(0).to(weight.dtype))
+        if ctx.needs_input_grad[2] and bias is not None:
+            bias.deposit(dy.flatten(0, -2).sum(0))
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = dy * weight.lease(of_weight).to(inverse.dtype)
+            sums = torch.stack([dx.sum(-1, keepdim=True), (dx * unit).sum(-1, keepdim=True)])
+            all_reduce(sums, ctx.features.group, weight.name)
+            sums.div_(ctx.features.count)
+            dx = dx.sub_(sums[0]).sub_(unit.mul_(sums[1])).mul_(inverse).to(x.dtype)
+        weight.finish(of_weight)
+        if bias is not None:
+            bias.finish(of_bias)
+        return (dx,) + (None,) * 6
+
+
+def _statistics(
+    x: torch.Tensor, eps: float, features: Features, owner: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(pivot, mean of x − pivot, (var + ε)^−½), each [.., 1], over all features; x [.., h'] of at least fp32."""
+    group = features.group
+    counts = [stop - start for start, stop in (group.bounds(features.count, rank) for rank in range(group.size))]
+    mine = x.new_zeros(3, *x.shape[:-1], 1)  # pivot, residual mean, sum of squares of this part
+    if x.shape[-1]:
+        mine[0] = x[..., :1]
+        residual = x - mine[0]
+        mine[1] = residual.mean(-1, keepdim=True)
+        mine[2] = residual.sub_(mine[1]).square_().sum(-1, keepdim=True)
+        del residual
+    every = mine.new_empty(group.size, *mine.shape)
+    all_gather(mine.unsqueeze(0), every, group, owner)
+    pivot = every[0, 0]
+    shares = x.new_tensor(counts).view(-1, *(1,) * x.dim()) / features.count
+    means = every[:, 0] - pivot + every[:, 1]  # of each part, from the one pivot
+    mean = (means * shares).sum(0)
+    variance = every[:, 2].sum(0) / features.count + ((means - mean).square() * shares).sum(0)
+    return pivot.clone(), mean, (variance + eps).rsqrt()
+
+
+class GridRMSNorm(nn.Module):
+    """RMSNorm with a DTensor weight, cut as the features of its rows are.
+
+    x [.., h'] → [.., h']. from_one: the weight counts from one (y = x̂ · (1 + w)), as Gemma's does. The weight's
+    gradient is summed over ``stored.partial_axes``, the axes that split the rows. split: the group over which features
+    are split; none by default.
+    """
+
+    def __init__(self, stored: StoredParameter, eps: float, from_one: bool = False, split: AxisGroup | None = None):
         super().__init__()
+        self.features = _features_of(stored, split)
         self.weight = stored.parameter
         self.stored = stored
         self.eps = eps
@@ -117,16 +213,22 @@ class GridRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] → w · x / sqrt(mean x² + ε), in x's dtype."""
         y: torch.Tensor = _Normalise.apply(
-            x, self.weight, self.stored, self.stored.use(x.requires_grad), self.eps, self.from_one
+            x, self.weight, self.stored, self.stored.use(x.requires_grad), self.eps, self.from_one, self.features
         )
         return y
 
 
 class GridLayerNorm(nn.Module):
-    """LayerNorm with DTensor weight and bias, whole on every rank. x [.., h] → [.., h]."""
+    """LayerNorm with DTensor weight and bias, cut as the features of its rows are. x [.., h'] → [.., h'].
 
-    def __init__(self, weight: StoredParameter, bias: StoredParameter | None, eps: float):
+    split: the group over which features are split; none by default.
+    """
+
+    def __init__(
+        self, weight: StoredParameter, bias: StoredParameter | None, eps: float, split: AxisGroup | None = None
+    ):
         super().__init__()
+        self.features = _features_of(weight, split)
         self.weight = weight.parameter
         self.register_parameter("bias", bias.parameter if bias is not None else None)
         self.stored = (weight, bias)
@@ -140,5 +242,13 @@ class GridLayerNorm(nn.Module):
         """x [.., h] → w · (x − mean) / sqrt(var + ε) + b, in x's dtype."""
         weight, bias = self.stored
         uses = (weight.use(x.requires_grad), bias.use(x.requires_grad) if bias is not None else None)
+        if self.features.group.size > 1:
+            inputs = (x, self.weight, self.bias, self.stored, uses, self.eps, self.features)
+            split: torch.Tensor = _SplitLayerNormalise.apply(*inputs)
+            return split
         y: torch.Tensor = _LayerNormalise.apply(x.contiguous(), self.weight, self.bias, self.stored, uses, self.eps)
         return y
+
+
+def _features_of(stored: StoredParameter, split: AxisGroup | None) -> Features:
+    return Features(stored.parameter.shape[0], split if split is not None else stored.runtime.group(()))

@@ -14,63 +14,47 @@ Nothing waits between the issue of the reduction of dX and the first piece of dW
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 
-from shardwright.comm import Gathering, Reducing, Scattering
+from shardwright.comm import Gathering, Reducing, Scattering, all_reduce
 from shardwright.linear import blocking, pieces
 from shardwright.linear.carousel import multiply_back, reduced_products
-from shardwright.linear.pieces import Piece, WeightGradients
+from shardwright.linear.pieces import Piece
 from shardwright.linear.product import Product
+from shardwright.linear.work import Backward, Forward
 
 MODE = "async"
 
 
-def forward(
-    product: Product,
-    x: torch.Tensor,
-    rows: int,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    keep: bool,
-    hold: Callable[[torch.Tensor], None] | None = None,
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def forward(work: Forward) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """As blocking.forward."""
-    if product.gather_x.size == 1:
-        return blocking.forward(product, x, rows, weights, biases, keep, hold)
-    gathered = blocking.lease_x(product, x, rows)
-    arrivals = Gathering(x, gathered, product.gather_x, product.name, MODE)
-    outputs = [blocking.new_output(product, rows, x, weight) for weight in weights]
-    for piece in cut(product, rows):
+    product = work.product
+    if product.gather_x.size == 1 or product.x_by_features:
+        return blocking.forward(work)
+    gathered = blocking.lease_x(product, work.x, work.rows, work.width)
+    arrivals = Gathering(work.x, gathered, product.gather_x, product.name, MODE)
+    weights, biases = work.lease()
+    outputs = [blocking.new_output(product, work.rows, work.x, weight) for weight in weights]
+    for piece in cut(product, work.rows):
         arrivals.wait(piece.peer)
         pieces.multiply(gathered[piece.rows], weights, biases, outputs, piece.rows)
     arrivals.finish()
-    return outputs, blocking.settle_x(product, x, gathered, keep, hold)
+    return outputs, blocking.settle_x(work, gathered)
 
 
-def backward(
-    product: Product,
-    grads: Sequence[torch.Tensor | None],
-    kept: torch.Tensor | None,
-    rows: int,
-    weights: Sequence[torch.Tensor],
-    needs_x: bool,
-    into: WeightGradients | None,
-    held: torch.Tensor | None = None,
-) -> torch.Tensor | None:
+def backward(work: Backward) -> torch.Tensor | None:
     """As blocking.backward."""
-    arena = product.runtime.arena
-    x, arrivals = held if held is not None else kept, None
-    if held is None and kept is not None and product.gather_x.size > 1 and not product.keep_gathered:
-        x = blocking.lease_x(product, kept, rows)
-        arrivals = Gathering(kept, x, product.gather_x, product.name, MODE)
-    count = max((grad.shape[0] for grad in grads if grad is not None), default=0)
+    product, arena = work.product, work.product.runtime.arena
+    if product.x_by_features:
+        return blocking.backward(work)
+    x, arrivals = work.held if work.held is not None else work.kept, None
+    if work.kept is not None and work.gathers_again:
+        x = blocking.lease_x(product, work.kept, work.rows, work.width)
+        arrivals = Gathering(work.kept, x, product.gather_x, product.name, MODE)
     dx, unreduced = None, None
-    if needs_x and any(grad is not None for grad in grads):
-        dx = unreduced = blocking.new_input_gradient(product, grads, weights)
-        for piece in cut(product, count):
-            pieces.input_gradient(blocking.rows_of(grads, piece), weights, unreduced[piece.rows])
+    if work.needs_x and work.present:
+        dx = unreduced = blocking.input_gradient(work)
+        work.release()
     if arrivals is not None:
         arrivals.finish()
     reduction: Scattering | Reducing | None = None
@@ -79,23 +63,23 @@ def backward(
         reduction = Scattering(unreduced, dx, product.gather_x, product.name, MODE, product.wide)
     elif dx is not None and product.reduce_dx.size > 1:
         reduction = Reducing(dx, product.reduce_dx, product.name, MODE, product.wide)
-    if into is not None:
-        for piece in cut(product, count):
-            into.add(blocking.rows_of(grads, piece), x[piece.rows] if x is not None else None)
+    if work.into is not None:
+        for piece in cut(product, blocking.rows_of_products(work)):
+            work.into.add(blocking.rows_of(work.grads, piece), x[piece.rows] if x is not None else None)
             if isinstance(reduction, Scattering):
                 reduction.advance()
-    if reduction is not None and unreduced is not None:
+    if reduction is not None and unreduced is not None and dx is not None:
         reduction.finish()
         if dx is unreduced:
             arena.give(unreduced)
         else:
             arena.end(unreduced)
-    if into is not None:
-        into.finish()
-    for grad in grads:
-        if grad is not None:
-            arena.end(grad)
-    if x is not None and x is not kept:
+            all_reduce(dx, product.reduce_dx, product.name, product.wide)
+    if work.into is not None:
+        work.into.finish()
+    for grad in work.present:
+        arena.end(grad)
+    if x is not None and x is not work.kept:
         arena.end(x)
     return dx
 
@@ -105,51 +89,41 @@ def cut(product: Product, rows: int) -> list[Piece]:
     return pieces.cut_tokens(rows, product.tokens_group, product.layout.chunks or 1)
 
 
-def reduced(product: Product, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def reduced(work: Forward) -> list[torch.Tensor]:
     """Y_i [T/n,N_i] = this rank's rows of Σ_ranks X W_iᵀ, X [T,K']."""
-    return reduced_products(product, x, weights, product.layout.chunks or 1, MODE)
+    return reduced_products(work, work.product.layout.chunks or 1, MODE)
 
 
-def gathered_backward(
-    product: Product,
-    grads: Sequence[torch.Tensor | None],
-    kept: torch.Tensor | None,
-    rows: int,
-    weights: Sequence[torch.Tensor],
-    needs_x: bool,
-    into: WeightGradients | None,
-) -> torch.Tensor | None:
+def gathered_backward(work: Backward) -> torch.Tensor | None:
     """dX [T,K'] and dW of a row site from this rank's rows dY_i [T/n,N_i]: gathered, multiplied as they arrive."""
-    group, arena = product.reduce_y, product.runtime.arena
+    product, arena = work.product, work.product.runtime.arena
     wholes: list[torch.Tensor | None] = []
     arrivals: list[Gathering] = []
-    for grad in grads:
+    for grad in work.grads:
         gathered = None
         if grad is not None:
-            shape = (rows, grad.shape[1])
+            shape = (work.rows, grad.shape[1])
             gathered = arena.lease(shape, grad.dtype, grad.device, "gathered", f"{product.name} (dY)")
-            arrivals.append(Gathering(grad, gathered, group, product.name, MODE))
+            arrivals.append(Gathering(grad, gathered, product.scatter_y, product.name, MODE))
         wholes.append(gathered)
-    dx = new_whole_gradient(grads, weights, rows) if needs_x else None
-    for piece in cut(product, rows):
+    weights, dx = weights_and_room(work)
+    for piece in cut(product, work.rows):
         for arrival in arrivals:
             arrival.wait(piece.peer)
-        multiply_back(blocking.rows_of(wholes, piece), kept, piece, weights, dx, into)
+        multiply_back(blocking.rows_of(wholes, piece), work, piece, weights, dx)
+    work.release()
     for arrival in arrivals:
         arrival.finish()
-    if into is not None:
-        into.finish()
+    if work.into is not None:
+        work.into.finish()
     for gathered in wholes:
         if gathered is not None:
             arena.end(gathered)
     return dx
 
 
-def new_whole_gradient(
-    grads: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor], rows: int
-) -> torch.Tensor | None:
-    """Room for a row site's dX [T,K']; None where no gradient came."""
-    for grad in grads:
-        if grad is not None:
-            return grad.new_empty(rows, weights[0].shape[1])
-    return None
+def weights_and_room(work: Backward) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """W_i, and room for a row site's dX [T,K']; nothing where dX is not wanted, or no gradient came."""
+    if not (work.needs_x and work.present):
+        return [], None
+    return work.lease(), work.present[0].new_empty(work.rows, work.width)

@@ -1,82 +1,72 @@
 """The blocking mode: every collective is finished before the next product starts.
 
-R tokens come in on this rank, T over the axes that split X are multiplied; K', N' are the local features. Weights are
-read as [N',K'] (a weight stored the other way round comes as a transposed view).
+R tokens come in on this rank, T over the axes that split X are multiplied; K', N' are the local features of the
+product. Weights are read as [N',K'] (a weight stored the other way round comes as a transposed view). The gather of W,
+where there is one, was begun before (site_product.py) and is waited for when W is leased.
 
-| pass     | in                | collectives                    | products                      | out            |
-|----------|-------------------|--------------------------------|-------------------------------|----------------|
-| forward  | X [R,K']          | all-gather X → [T,K']          | Y_i [T,N'_i] = X W_iᵀ (+ b_i) | Y_i (partial over k) |
-| backward | dY_i [T,N'_i]     | all-gather X, if not kept      | dX [T,K'] = Σ dY_i W_i        |                |
-|          |                   | reduce-scatter dX (all-reduce where X is whole) |              | dX [R,K']      |
-|          |                   |                                | dW_i [N'_i,K'] = dY_iᵀ X      | to the store   |
+| pass     | in            | collectives                | products                      | out                  |
+|----------|---------------|----------------------------|-------------------------------|----------------------|
+| forward  | X [R,K']      | all-gather X → [T,K']      | Y_i [T,N'_i] = X W_iᵀ (+ b_i) | Y_i (partial over k) |
+| backward | dY_i [T,N'_i] | all-gather X, if not kept  | dX [T,K'] = Σ dY_i W_i        |                      |
+|          |               | reduce-scatter dX          |                               | dX [R,K']            |
+|          |               | (all-reduce: X is whole)   | dW_i [N'_i,K'] = dY_iᵀ X      | to the store         |
+
+Where W is gathered too, backward lets go of W before it forms dW, and gathers X after dX has gone: so no more than one
+gathered X or dX, one W or dW, and dY are alive at once.
+
+Parts of features ([T,K''] where X is `sharded-features`) travel as rows of the transpose, and the products read and
+write the transpose where it lies: the only copies are those of this rank's own part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from shardwright.comm import all_gather, all_reduce, reduce_scatter
+from shardwright.comm.reduction import lease_partial, transposed
 from shardwright.linear import pieces
-from shardwright.linear.pieces import Piece, WeightGradients
+from shardwright.linear.pieces import Piece
 from shardwright.linear.product import Product
-from shardwright.mesh import chunk
+from shardwright.linear.work import Backward, Forward
 
 
-def forward(
-    product: Product,
-    x: torch.Tensor,
-    rows: int,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    keep: bool,
-    hold: Callable[[torch.Tensor], None] | None = None,
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Y_i for T = ``rows``, and what backward needs of X (None unless ``keep``).
+def forward(work: Forward) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """(Y_i [T,N'_i], what backward needs of X or None).
 
     Where k is split, Y_i is leased as ``unreduced`` and lacks its bias: the reduction that follows ends the lease.
-    hold: takes over the gathered X, still leased, where backward is at work already (a replay).
     """
-    gathered = gather(product, x, rows) if product.gather_x.size > 1 else x
-    outputs = [new_output(product, gathered.shape[0], x, weight) for weight in weights]
-    for piece in cut(product, gathered.shape[0]):
-        pieces.multiply(gathered[piece.rows], weights, biases, outputs, piece.rows)
-    return outputs, settle_x(product, x, gathered, keep, hold)
+    product = work.product
+    x = gather(product, work.x, work.rows, work.width) if product.gather_x.size > 1 else work.x
+    weights, biases = work.lease()
+    outputs = [new_output(product, work.rows, x, weight) for weight in weights]
+    for piece in cut(product, work.rows):
+        pieces.multiply(x[piece.rows], weights, biases, outputs, piece.rows)
+    return outputs, settle_x(work, x)
 
 
-def backward(
-    product: Product,
-    grads: Sequence[torch.Tensor | None],
-    kept: torch.Tensor | None,
-    rows: int,
-    weights: Sequence[torch.Tensor],
-    needs_x: bool,
-    into: WeightGradients | None,
-    held: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """dX [R,K'] or None; dW_i and db_i go ``into`` the store. held: the gathered X, where a replay has left it."""
-    arena = product.runtime.arena
-    x = held if held is not None else kept
-    if held is None and kept is not None and product.gather_x.size > 1 and not product.keep_gathered:
-        x = gather(product, kept, rows)
+def backward(work: Backward) -> torch.Tensor | None:
+    """dX [R,K''] or None; dW_i and db_i go into the store."""
+    product, arena = work.product, work.product.runtime.arena
+    x = None if product.gathers_w else x_again(work)
     dx = None
-    if needs_x and any(grad is not None for grad in grads):
-        dx = new_input_gradient(product, grads, weights)
-        for piece in cut(product, dx.shape[0]):
-            pieces.input_gradient(rows_of(grads, piece), weights, dx[piece.rows])
+    if work.needs_x and work.present:
+        dx = input_gradient(work)
+        work.release()
         dx = reduce_input_gradient(product, dx)
-    if into is not None:
+    if product.gathers_w:
+        x = x_again(work)
+    if work.into is not None:
         if product.layout.chunks:
-            for piece in cut(product, max(grad.shape[0] for grad in grads if grad is not None)):
-                into.add(rows_of(grads, piece), x[piece.rows] if x is not None else None)
-            into.finish()
+            for piece in cut(product, rows_of_products(work)):
+                work.into.add(rows_of(work.grads, piece), x[piece.rows] if x is not None else None)
+            work.into.finish()
         else:
-            into.all_at_once(grads, x)
-    for grad in grads:
-        if grad is not None:
-            arena.end(grad)
-    if x is not None and x is not kept:
+            work.into.all_at_once(work.grads, x)
+    for grad in work.present:
+        arena.end(grad)
+    if x is not None and x is not work.kept:
         arena.end(x)
     return dx
 
@@ -93,69 +83,87 @@ def rows_of(grads: Sequence[torch.Tensor | None], piece: Piece) -> list[torch.Te
     return [None if grad is None else grad[piece.rows] for grad in grads]
 
 
-def gather(product: Product, x: torch.Tensor, rows: int) -> torch.Tensor:
-    """X [R,K'] of every rank → [rows,K'], leased."""
-    gathered = lease_x(product, x, rows)
-    all_gather(x, gathered, product.gather_x, product.name)
-    return gathered
+def rows_of_products(work: Backward) -> int:
+    """T, or 0 where no gradient came."""
+    return max((grad.shape[0] for grad in work.present), default=0)
 
 
-def lease_x(product: Product, x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Room for the gathered X [rows,K']."""
-    shape = (rows, x.shape[1])
-    return product.runtime.arena.lease(shape, x.dtype, x.device, "gathered", f"{product.name} (X)")
+def x_again(work: Backward) -> torch.Tensor | None:
+    """The X that dW needs [T,K']: kept, left by a replay, or gathered again."""
+    if work.held is not None:
+        return work.held
+    if work.kept is not None and work.gathers_again:
+        return gather(work.product, work.kept, work.rows, work.width)
+    return work.kept
 
 
-def settle_x(
-    product: Product,
-    x: torch.Tensor,
-    gathered: torch.Tensor,
-    keep: bool,
-    hold: Callable[[torch.Tensor], None] | None,
-) -> torch.Tensor | None:
+def gather(product: Product, x: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """X [R,K''] of every rank → [rows,width], leased."""
+    if product.x_by_features:
+        whole = lease_x(product, x, width, rows)
+        all_gather(transposed(x), whole, product.gather_x, product.name)
+        return whole.t()
+    whole = lease_x(product, x, rows, width)
+    all_gather(x, whole, product.gather_x, product.name)
+    return whole
+
+
+def lease_x(product: Product, x: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """Room for the gathered X [rows,width]."""
+    return product.runtime.arena.lease((rows, width), x.dtype, x.device, "gathered", f"{product.name} (X)")
+
+
+def settle_x(work: Forward, gathered: torch.Tensor) -> torch.Tensor | None:
     """What backward keeps of X: the gathered tensor, what came in, or nothing. Ends the lease of what nobody keeps."""
-    arena = product.runtime.arena
-    if keep and product.keep_gathered:
+    arena = work.product.runtime.arena
+    if work.keep and work.product.keep_gathered:
         return arena.give(gathered)
-    if keep and hold is not None and gathered is not x:
-        hold(gathered)
+    if work.keep and work.hold is not None and gathered is not work.x:
+        work.hold(gathered)
     else:
         arena.end(gathered)
-    return x if keep else None
+    return work.x if work.keep else None
 
 
 def new_output(product: Product, rows: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Room for Y_i [rows,N'_i]: leased where it is still to be reduced."""
     shape = (rows, weight.shape[0])
-    if product.reduce_y.size > 1:
-        return product.runtime.arena.lease(shape, x.dtype, x.device, "unreduced", f"{product.name} (Y)")
+    if product.splits_k:
+        return lease_partial(product.runtime, shape, x, f"{product.name} (Y)", product.y_by_features)
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
-def new_input_gradient(
-    product: Product, grads: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Room for dX [T,K']: leased where it is still to be reduced."""
-    grad = next(grad for grad in grads if grad is not None)
-    shape = (grad.shape[0], weights[0].shape[1])
+def input_gradient(work: Backward) -> torch.Tensor:
+    """dX [T,K'] of this rank's part of N: leased where it is still to be reduced."""
+    product, (grad, *_) = work.product, work.present
+    weights = work.lease()
+    shape = (grad.shape[0], work.width)
     if product.gather_x.size == 1 and product.reduce_dx.size == 1:
-        return torch.empty(shape, dtype=grad.dtype, device=grad.device)
-    return product.runtime.arena.lease(shape, grad.dtype, grad.device, "unreduced", f"{product.name} (dX)")
+        dx = torch.empty(shape, dtype=grad.dtype, device=grad.device)
+    else:
+        dx = lease_partial(product.runtime, shape, grad, f"{product.name} (dX)", product.x_by_features)
+    for piece in cut(product, dx.shape[0]):
+        pieces.input_gradient(rows_of(work.grads, piece), weights, dx[piece.rows])
+    return dx
 
 
 def new_part(product: Product, dx: torch.Tensor) -> torch.Tensor:
-    """Room for this rank's rows of dX [T,K']."""
-    start, stop = chunk(dx.shape[0], product.gather_x.size, product.gather_x.index)
-    return dx.new_empty(stop - start, dx.shape[1])
+    """Room for this rank's part of dX [T,K']."""
+    return dx.new_empty(product.shape_in(*dx.shape))
 
 
 def reduce_input_gradient(product: Product, dx: torch.Tensor) -> torch.Tensor:
-    """dX [T,K'], partial over n → this rank's rows [R,K'] where X was gathered, all of it where X is whole."""
+    """dX [T,K'], partial over n → this rank's part [R,K''], summed over all of n."""
     if product.gather_x.size > 1:
-        part = new_part(product, dx)
-        reduce_scatter(dx, part, product.gather_x, product.name, product.wide)
+        if product.x_by_features:
+            columns = dx.new_empty(product.shape_in(*dx.shape)[::-1])
+            reduce_scatter(dx.t(), columns, product.gather_x, product.name, product.wide)
+            part = transposed(columns)
+        else:
+            part = new_part(product, dx)
+            reduce_scatter(dx, part, product.gather_x, product.name, product.wide)
         product.runtime.arena.end(dx)
-        return part
+        dx = part
     if product.reduce_dx.size > 1:
         all_reduce(dx, product.reduce_dx, product.name, product.wide)
         product.runtime.arena.give(dx)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from shardwright import trace
 from shardwright.comm import AxisGroup
 from shardwright.comm.exchange import log, pass_along
-from shardwright.linear.pieces import Piece, WeightGradients, cut_tokens, input_gradient
+from shardwright.linear.pieces import Piece, cut_tokens, input_gradient
 from shardwright.linear.product import Product
-from shardwright.mesh import chunk
+from shardwright.linear.work import Backward, Forward
 
 
 class Carousel:
@@ -33,8 +33,8 @@ class Carousel:
         self.turns = cut_tokens(rows, group, chunks)
         self._arena = product.runtime.arena
         self._part = part.contiguous()
-        self._first, _ = chunk(rows, group.size, group.index)
-        low, high = chunk(rows, group.size, (group.index + 1) % group.size)
+        self._first, _ = group.bounds(rows)
+        low, high = group.bounds(rows, (group.index + 1) % group.size)
         row_bytes = part.shape[1] * part.element_size()
         log("all_gather", group, rows * row_bytes, part.nbytes, product.name, mode, (high - low) * row_bytes)
         shape = (max(piece.stop - piece.start for piece in self.turns), part.shape[1])
@@ -90,7 +90,7 @@ class RunningSum:
         self.group, self.mode, self.name, self.share = group, mode, product.name, share
         self._arena = product.runtime.arena
         self._part = part
-        self._first, _ = chunk(rows, group.size, group.index)
+        self._first, _ = group.bounds(rows)
         own_last = cut_tokens(rows, group, chunks)
         # The same pieces in the same order, but each rank's own comes last: there its sum ends.
         n = group.size
@@ -160,12 +160,11 @@ def _finish(works: list[dist.Work], kind: str, group: AxisGroup, module: str) ->
     works.clear()
 
 
-def reduced_products(
-    product: Product, x: torch.Tensor, weights: Sequence[torch.Tensor], chunks: int, mode: str
-) -> list[torch.Tensor]:
+def reduced_products(work: Forward, chunks: int, mode: str) -> list[torch.Tensor]:
     """Y_i [T/n,N_i] = this rank's rows of Σ_ranks X W_iᵀ, X [T,K']: a product of a piece beside the sum of the last."""
-    group, rows = product.reduce_y, x.shape[0]
-    start, stop = chunk(rows, group.size, group.index)
+    product, x = work.product, work.x
+    start, stop = product.scatter_y.bounds(work.rows)
+    weights, _ = work.lease()
     outputs = []
     for weight in weights:
         y = x.new_empty(stop - start, weight.shape[0])
@@ -173,7 +172,7 @@ def reduced_products(
         def share(piece: Piece, out: torch.Tensor, weight: torch.Tensor = weight) -> None:
             torch.mm(x[piece.rows], weight.t(), out=out)
 
-        total = RunningSum(y, rows, product, group, chunks, mode, "Y", share)
+        total = RunningSum(y, work.rows, product, product.scatter_y, chunks, mode, "Y", share)
         for _ in total.turns:
             total.step()
         total.end()
@@ -183,14 +182,13 @@ def reduced_products(
 
 def multiply_back(
     grads: Sequence[torch.Tensor | None],
-    x: torch.Tensor | None,
+    work: Backward,
     piece: Piece,
     weights: Sequence[torch.Tensor],
     dx: torch.Tensor | None,
-    into: WeightGradients | None,
 ) -> None:
     """A row site's dX [T,K'][piece] and its share of dW, from rows dY_i [r,N_i] and X [T,K']."""
     if dx is not None:
         input_gradient(grads, weights, dx[piece.rows])
-    if into is not None:
-        into.add(grads, x[piece.rows] if x is not None else None)
+    if work.into is not None:
+        work.into.add(grads, work.kept[piece.rows] if work.kept is not None else None)

@@ -15,11 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.comm.reduction import gather_rows, reduce_rows
-from shardwright.mesh import chunk
-
 if TYPE_CHECKING:
-    from shardwright.linear.site_product import SiteProduct
+    from shardwright.linear.site_product import SiteProduct, Uses
 
 _SITES: weakref.WeakValueDictionary[int, SiteProduct] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count(1)
@@ -39,27 +36,21 @@ def site_forward(x: torch.Tensor, anchor: torch.Tensor, number: int, rows: int) 
     anchor: an empty tensor that wants a gradient, so that a backward comes where only the weights want theirs.
     """
     site = _SITES[number]
-    product, weights = site.product, site.lease_weights()
+    product = site.product
     if product.defers:
-        return [*_biased(site, site.mode.reduced(product, x, weights))]
-    biases = [stored.lease() if stored is not None else None for stored in site.inner_biases]
-    outputs, kept = site.mode.forward(product, x, rows, weights, biases, True)
-    outputs = [
-        reduce_rows(y, product.runtime, product.reduce_y, product.y_word, product.name, product.wide) for y in outputs
-    ]
-    return [*_biased(site, outputs), *([kept] if _keeps(site) else [])]
+        return [*_biased(site, site.multiply_reduced(x, rows))]
+    outputs, kept = site.multiply(x, rows, True)
+    if product.splits_k:
+        outputs = [product.reduction.sum(y) for y in outputs]
+    return [*_biased(site, outputs), *([kept] if kept is not None and _keeps(site) else [])]
 
 
 @site_forward.register_fake
 def _(x: torch.Tensor, anchor: torch.Tensor, number: int, rows: int) -> list[torch.Tensor]:
     site = _SITES[number]
-    group = site.product.reduce_y
-    height = rows
-    if group.size > 1 and site.product.y_word == "sharded":
-        start, stop = chunk(rows, group.size, group.index)
-        height = stop - start
-    outputs = [x.new_empty(height, width) for width in site.widths]
-    return [*outputs, *([x.new_empty(rows, x.shape[1])] if _keeps(site) else [])]
+    outputs = [x.new_empty(site.product.shape_out(rows, width)) for width in site.widths]
+    whole = x.new_empty(site.width, rows).t() if site.product.x_by_features else x.new_empty(rows, site.width)
+    return [*outputs, *([whole] if _keeps(site) else [])]
 
 
 @torch.library.custom_op("shardwright::site_backward", mutates_args=())
@@ -68,19 +59,17 @@ def site_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dX, or nothing where it is not wanted; an empty gradient for the anchor). dW and db go to the store."""
     site = _SITES[number]
-    product, weights = site.product, site.lease_weights()
     for grad, bias in zip(grads, site.outer_biases, strict=True):
         if bias is not None and bias.parameter.requires_grad:
             bias.deposit(grad.sum(0))
-    into = site.weight_gradients([(None, None)] * len(weights))
     grads = [grad.contiguous() for grad in grads]
-    if product.defers:
-        dx = site.mode.gathered_backward(product, grads, kept, rows, weights, needs_x, into)
-    else:
-        if product.reduce_y.size > 1 and product.y_word == "sharded":
-            grads = [gather_rows(g, rows, product.runtime, product.reduce_y, product.name) for g in grads]
-        dx = site.mode.backward(product, grads, kept, rows, weights, needs_x, into, None)
-    site.finish([(None, None)] * len(weights))
+    if not site.product.defers:
+        if needs_x:
+            site.fetch()
+        shapes = [(rows, width) for width in site.widths]
+        grads = [site.product.reduction.gather(grad, shape) for grad, shape in zip(grads, shapes, strict=True)]
+    none: Uses = [(None, None)] * len(grads)
+    dx = site.multiply_back(grads, kept, rows, needs_x, site.weight_gradients(), none)
     return (dx if dx is not None else kept.new_empty(0)), kept.new_empty(0)
 
 
@@ -88,9 +77,9 @@ def site_backward(
 def _(
     grads: list[torch.Tensor], kept: torch.Tensor, number: int, rows: int, needs_x: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = _SITES[number].product.gather_x
-    start, stop = chunk(rows, group.size, group.index)
-    return kept.new_empty(stop - start, kept.shape[1]) if needs_x else kept.new_empty(0), kept.new_empty(0)
+    site = _SITES[number]
+    shape = site.product.shape_in(rows, site.width) if needs_x else (0,)
+    return kept.new_empty(shape), kept.new_empty(0)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement
 from shardwright._errors import InputError
 from shardwright.layout import GridLayout
 from shardwright.linear.carrier import Carrier, tokens_of
+from shardwright.linear.heads import HeadExchange
 from shardwright.linear.product import Product, activation_placements, bias_placements, weight_placements
 from shardwright.linear.site_product import SiteProduct
 from shardwright.params import ParameterStore, StoredParameter
@@ -28,11 +29,15 @@ class GridLinear(nn.Linear):
     leading sizes are flattened first and give [1,M_local,N_local]; a carrier [B,S,K] gives [B,S,N_local] where Y is
     whole along M, [1,M_local,N_local] where it is scattered. ``weight`` and ``bias`` are DTensor parameters, and so are
     their gradients, which are sums (never means) and complete when backward returns.
+
+    exchange: tokens that Y scatters (of a column site) are exchanged for heads after the product, and heads for the
+    tokens that split X (of a row site) before it.
     """
 
     weight: nn.Parameter
     site: SiteProduct
     index: int
+    exchange: HeadExchange | None = None
     layout: GridLayout
     mesh: DeviceMesh
 
@@ -67,7 +72,7 @@ class GridLinear(nn.Linear):
         shapes = [cast(torch.Tensor, linear.weight).shape for linear in linears]
         sizes = [tuple(shape[::-1] if transposed else shape) for shape in shapes]
         facts = facts or [Linear(f"{name}.{index}", n) for index, (n, _) in enumerate(sizes)]
-        store = store or ParameterStore(mesh, lambda _: sharding_of(layout), lambda _: name)
+        store = store or _store_of_one(mesh, layout, name)
         grids, weights, biases = [], list[StoredParameter](), list[StoredParameter | None]()
         for index, (linear, fact) in enumerate(zip(linears, facts, strict=True)):
             grid = cls.__new__(cls)
@@ -87,12 +92,12 @@ class GridLinear(nn.Linear):
     @property
     def input_placements(self) -> tuple[Placement, ...]:
         """DTensor placements of X, one a mesh axis in mesh order; dimensions count from the end."""
-        return activation_placements(self.layout.input_token_axes, self.layout.k, self.mesh)
+        return activation_placements(self.layout.input_token_axes, self.layout.input_feature_axes, self.mesh)
 
     @property
     def output_placements(self) -> tuple[Placement, ...]:
         """DTensor placements of Y, one a mesh axis in mesh order; dimensions count from the end."""
-        return activation_placements(self.layout.output_token_axes, self.layout.n, self.mesh)
+        return activation_placements(self.layout.output_token_axes, self.layout.output_feature_axes, self.mesh)
 
     def forward(self, x: torch.Tensor | Carrier, tokens: int | None = None) -> torch.Tensor:
         """X [.., M_local, K_local] (or a carrier of it) → Y [.., M_local', N_local].
@@ -101,32 +106,39 @@ class GridLinear(nn.Linear):
         ranks is 7); by default every rank holds as many as this one.
         """
         local = tokens_of(x)
-        width = self.weight_width
-        if local.shape[-1] != width:
+        product = self.site.product
+        _, width = product.shape_in(0, self.site.width)
+        if self.exchange is not None and not isinstance(x, Carrier):
+            return self._from_heads(self.exchange, x)
+        if local.shape[-1] != width and self.site.before is None:
             raise InputError(
-                f"{self.site.product.name}: found an input of {local.shape[-1]} features; allowed: {width} "
+                f"{product.name}: found an input of {local.shape[-1]} features; allowed: {width} "
                 f"(the local part of in_features = {self.in_features})"
             )
         rows = local if local.dim() == 2 else local.flatten(0, -2)
         if isinstance(x, Carrier):
             tokens = x.rows
         elif tokens is None:
-            tokens = self.site.tokens or rows.shape[0] * self.site.product.gather_x.size
+            parts = 1 if product.x_by_features else product.gather_x.size
+            tokens = self.site.tokens or rows.shape[0] * parts
         y = self.site(local, rows, tokens, self.index)
+        if isinstance(x, Carrier) and self.exchange is not None:
+            y = self.exchange.to_heads(y, x.rows)
         if isinstance(x, Carrier) and y.shape[0] == x.rows:
             return y.view(*x.shape[:2], -1)
         return y if local.dim() == 2 else y.unsqueeze(0)
+
+    def _from_heads(self, exchange: HeadExchange, x: torch.Tensor) -> torch.Tensor:
+        """x [B,S,·] of whole sequences, some heads → Y [1,M_local,N_local]."""
+        rows = x.flatten(0, -2)
+        mine = exchange.to_tokens(rows)
+        return self.site(mine, mine, rows.shape[0], self.index).unsqueeze(0)
 
     def stored_parameters(self) -> list[StoredParameter]:
         """How the parameters are stored."""
         site = self.site
         both = (site.weights[self.index], (site.inner_biases[self.index] or site.outer_biases[self.index]))
         return [stored for stored in both if stored is not None]
-
-    @property
-    def weight_width(self) -> int:
-        """K_local: the input features that this rank's weight takes."""
-        return self.site.weights[self.index].used_shape[0 if self.site.transposed else 1]
 
     def extra_repr(self) -> str:
         """The dense sizes and the layout."""
@@ -145,7 +157,8 @@ def _store(
 ) -> tuple[StoredParameter, StoredParameter | None]:
     """Gives ``grid`` its parameters, cut from ``linear``, and returns how they are stored.
 
-    Gradients of W are partial over m; those of b too, and over the k axes that scatter the rows to which b is added.
+    Gradients of W are partial over m; those of b too, and over the k axes that scatter the rows to which b is added. W
+    is stored over its m axes as the layout's ``w`` says; b whole, since it is small: one reduction, no gather.
     Units that several ranks share (key/value heads) are held whole by all; each reads the ones it needs, and their
     gradients are partial over the n axes too.
     """
@@ -174,6 +187,18 @@ def _store(
     weight, bias = found
     assert weight is not None
     return weight, bias
+
+
+def _store_of_one(mesh: DeviceMesh, layout: GridLayout, name: str) -> ParameterStore:
+    """A site's weights as one unit; where they are split over storage axes, its biases stay whole, as another."""
+    if not layout.axes_where("w", "sharded"):
+        return ParameterStore(mesh, unit_of=lambda _: name)
+    biases = f"{name}.biases"
+    return ParameterStore(
+        mesh,
+        lambda unit: Sharding() if unit == biases else sharding_of(layout),
+        lambda parameter: biases if parameter.endswith(".bias") else name,
+    )
 
 
 def sharding_of(layout: GridLayout) -> Sharding:

@@ -37,7 +37,7 @@ def cut_tokens(rows: int, group: AxisGroup, chunks: int) -> list[Piece]:
     for sub in range(chunks):
         for step in range(group.size):
             peer = (group.index - step) % group.size
-            low, high = chunk(rows, group.size, peer)
+            low, high = group.bounds(rows, peer)
             start, stop = chunk(high - low, chunks, sub)
             found.append(Piece(peer, low + start, low + stop))
     return found

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright._errors import InputError
-from shardwright.comm import AxisGroup, Runtime
+from shardwright.comm import AxisGroup, Reduction, Runtime
 from shardwright.layout import GridLayout
 
 
@@ -18,9 +18,11 @@ from shardwright.layout import GridLayout
 class Product:
     """Y_i[M,N_i] = X[M,K] · W_i[N_i,K]ᵀ on the mesh, as this rank sees it.
 
-    gather_x: the n axes on which X comes in parts: gathered before use, dX reduce-scattered.
-    reduce_dx: the n axes on which X is whole: dX all-reduced.
-    reduce_y: the k axes; y_word tells how the partial sums over them end.
+    gather_x: the n axes on which X comes in parts: gathered before use, dX reduce-scattered. x_by_features: the parts
+        are of its features, else of its tokens.
+    reduce_dx: the n axes on which X is whole: dX all-reduced (after it was scattered over the others).
+    scatter_y, y_by_features, reduce_y: the same of Y over the k axes: reduce-scattered, then all-reduced.
+    gathers_w: W is gathered for this site alone, and let go as soon as the site has read it.
     keep_gathered: backward keeps the gathered X (else what came in, and gathers it again).
     tokens_group: the ranks among which tokens are cut into pieces.
     defers: a row site's product is formed by the node that reduces it, piece by piece.
@@ -31,9 +33,12 @@ class Product:
     layout: GridLayout
     runtime: Runtime
     gather_x: AxisGroup
+    x_by_features: bool
     reduce_dx: AxisGroup
+    scatter_y: AxisGroup
+    y_by_features: bool
     reduce_y: AxisGroup
-    y_word: str
+    gathers_w: bool
     keep_gathered: bool
     tokens_group: AxisGroup
     defers: bool
@@ -44,50 +49,86 @@ class Product:
         """Raises InputError for a layout that this version does not run, naming the field."""
         runtime = Runtime.of(mesh)
         check_supported(layout, runtime.sizes, name)
-        gather_x, reduce_y = runtime.group(layout.axes_where("x", "sharded")), runtime.group(layout.k)
-        scatters = reduce_y.size > 1 and layout.word("y", layout.k[0]) == "sharded"
+        gather_x, x_by_features = _split_by(layout, "x", runtime)
+        scatter_y, y_by_features = _split_by(layout, "y", runtime)
         reduce_dx = runtime.group(layout.axes_where("x", "replicated"))
+        reduce_y = runtime.group(layout.axes_where("y", "replicated"))
         wide = layout.reduce_dtype == "float32"
-        alone = gather_x.size == 1 and reduce_dx.size == 1  # k is split and n is not
+        gathers = gather_x.size > 1 and not x_by_features
+        scatters = scatter_y.size > 1 and not y_by_features
+        alone = gather_x.size == 1 and reduce_dx.size == 1 and reduce_y.size == 1  # k is split and n is not
         return cls(
             name=name,
             layout=layout,
             runtime=runtime,
             gather_x=gather_x,
+            x_by_features=x_by_features,
             reduce_dx=reduce_dx,
+            scatter_y=scatter_y,
+            y_by_features=y_by_features,
             reduce_y=reduce_y,
-            y_word=layout.word("y", layout.k[0]) if layout.k else "replicated",
+            gathers_w=runtime.group(layout.axes_where("w", "sharded")).size > 1,
             keep_gathered=layout.save_x == "gathered",
-            tokens_group=gather_x if gather_x.size > 1 else reduce_y if scatters else runtime.group(()),
+            tokens_group=gather_x if gathers else scatter_y if scatters else runtime.group(()),
             defers=layout.overlap != "blocking" and scatters and alone and not wide,
             wide=wide,
         )
 
+    @property
+    def splits_k(self) -> bool:
+        """Y comes out of the product as a partial sum."""
+        return self.reduction.needed
+
+    @property
+    def reduction(self) -> Reduction:
+        """How it ends."""
+        return Reduction(self.runtime, self.scatter_y, self.y_by_features, self.reduce_y, self.name, self.wide)
+
+    def shape_in(self, rows: int, width: int) -> tuple[int, int]:
+        """[R, K''] of X as it comes, of [T, K'] as it is multiplied."""
+        return _part(self.gather_x, self.x_by_features, rows, width)
+
+    def shape_out(self, rows: int, width: int) -> tuple[int, int]:
+        """[S, N''] of Y as it goes, of [T, N'] as the product makes it."""
+        return _part(self.scatter_y, self.y_by_features, rows, width)
+
+
+def _split_by(layout: GridLayout, operand: str, runtime: Runtime) -> tuple[AxisGroup, bool]:
+    """The axes on which the operand is held in parts, and whether those are parts of its features."""
+    features = layout.axes_where(operand, "sharded-features")
+    return runtime.group(features or layout.axes_where(operand, "sharded")), bool(features)
+
+
+def _part(group: AxisGroup, by_features: bool, rows: int, width: int) -> tuple[int, int]:
+    start, stop = group.bounds(width if by_features else rows)
+    return (rows, stop - start) if by_features else (stop - start, width)
+
 
 def check_supported(layout: GridLayout, sizes: Mapping[str, int], name: str) -> None:
-    """At most one axis a role, and tokens split by m before any other axis."""
+    """Raises InputError where this version does not run the layout on a mesh of ``sizes``, naming the field.
+
+    Tokens and features are cut axis after axis in mesh order, as DTensor cuts them, and the role that an operand needs
+    is cut before the one that it misses. So m comes before the axes that scatter tokens, and before features that are
+    scattered come those that split them for good (k of X, n of Y).
+    """
 
     def refuse(field: str, found: object, allowed: str) -> None:
         raise InputError(f"{name or 'linear'}: layout.{field}: found {found!r}; allowed: {allowed}")
 
-    for role in ("m", "n", "k"):
-        axes = getattr(layout, role)
-        if len(axes) > 1:
-            refuse(role, list(axes), "at most one axis in this version")
     if layout.overlap == "ring" and layout.reduce_dtype != "same":
         refuse("reduce_dtype", layout.reduce_dtype, "same with overlap: ring, whose sums travel in their own dtype")
-    for operand in ("x", "y"):
-        if layout.axes_where(operand, "sharded-features"):
-            refuse(operand, "sharded-features", "sharded, replicated in this version")
     if layout.save_x == "source":
         refuse("save_x", "source", "shard, gathered in this version")
-    order = list(sizes)
-    for tokens in (layout.input_token_axes, layout.output_token_axes):
-        places = [order.index(axis) for axis in tokens if axis in sizes]
-        if places != sorted(places):
-            refuse(
-                "m", list(layout.m), f"axes that come before {', '.join(tokens[1:])} in the mesh ({', '.join(order)})"
-            )
+    order = ", ".join(sizes)
+    for operand, role in (("x", "k"), ("y", "n")):
+        by_tokens, by_features = (layout.axes_where(operand, word) for word in ("sharded", "sharded-features"))
+        if by_tokens and by_features:
+            refuse(operand, dict(getattr(layout, operand)), "sharded or sharded-features, not both")
+        for field, then in (("m", by_tokens), (role, by_features)):
+            first = getattr(layout, field)
+            places = [list(sizes).index(axis) for axis in (*first, *then) if axis in sizes]
+            if first and then and max(places[: len(first)]) > min(places[len(first) :]):
+                refuse(field, list(first), f"axes that come before {', '.join(then)} in the mesh ({order})")
 
 
 def weight_placements(
@@ -105,9 +146,9 @@ def weight_placements(
 
 
 def bias_placements(layout: GridLayout, mesh: DeviceMesh, groups: int = 1) -> list[Placement]:
-    """b[N] on every mesh axis: split by n, whole elsewhere."""
+    """b[N] on every mesh axis: split as the features of Y are, whole elsewhere."""
     split_n: Placement = Shard(0) if groups == 1 else _StridedShard(0, split_factor=groups)
-    return [split_n if axis in layout.n else Replicate() for axis in names(mesh)]
+    return [split_n if axis in layout.output_feature_axes else Replicate() for axis in names(mesh)]
 
 
 def activation_placements(

@@ -15,15 +15,14 @@ which is all-reduced as async does it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 
+from shardwright.comm import all_reduce
 from shardwright.linear import asynchronous, blocking, pieces
 from shardwright.linear.carousel import Carousel, RunningSum, multiply_back, reduced_products
-from shardwright.linear.pieces import Piece, WeightGradients
+from shardwright.linear.pieces import Piece
 from shardwright.linear.product import Product
-from shardwright.mesh import chunk
+from shardwright.linear.work import Backward, Forward
 
 MODE = "ring"
 
@@ -33,100 +32,83 @@ def chunks_of(product: Product) -> int:
     return product.layout.chunks or (2 if product.tokens_group.size == 2 else 1)
 
 
-def forward(
-    product: Product,
-    x: torch.Tensor,
-    rows: int,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    keep: bool,
-    hold: Callable[[torch.Tensor], None] | None = None,
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def forward(work: Forward) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """As blocking.forward."""
-    if product.gather_x.size == 1 or (keep and product.keep_gathered):
-        return asynchronous.forward(product, x, rows, weights, biases, keep, hold)
-    outputs = [blocking.new_output(product, rows, x, weight) for weight in weights]
-    carousel = Carousel(x, rows, product, product.gather_x, chunks_of(product), MODE, "X")
+    product = work.product
+    if product.gather_x.size == 1 or product.x_by_features or (work.keep and product.keep_gathered):
+        return asynchronous.forward(work)
+    carousel = Carousel(work.x, work.rows, product, product.gather_x, chunks_of(product), MODE, "X")
+    weights, biases = work.lease()
+    outputs = [blocking.new_output(product, work.rows, work.x, weight) for weight in weights]
     for piece in carousel.turns:
         pieces.multiply(carousel.take(), weights, biases, outputs, piece.rows)
         carousel.pass_on()
     carousel.end()
-    return outputs, x if keep else None
+    return outputs, work.x if work.keep else None
 
 
-def backward(
-    product: Product,
-    grads: Sequence[torch.Tensor | None],
-    kept: torch.Tensor | None,
-    rows: int,
-    weights: Sequence[torch.Tensor],
-    needs_x: bool,
-    into: WeightGradients | None,
-    held: torch.Tensor | None = None,
-) -> torch.Tensor | None:
+def backward(work: Backward) -> torch.Tensor | None:
     """As blocking.backward."""
-    if product.gather_x.size == 1:
-        return asynchronous.backward(product, grads, kept, rows, weights, needs_x, into, held)
+    product = work.product
+    if product.gather_x.size == 1 or product.x_by_features:
+        return asynchronous.backward(work)
     group, chunks = product.gather_x, chunks_of(product)
     dx, total, carousel = None, None, None
-    present = [grad for grad in grads if grad is not None]
-    if needs_x and present:
-        start, stop = chunk(rows, group.size, group.index)
-        dx = present[0].new_empty(stop - start, weights[0].shape[1])
+    if work.needs_x and work.present:
+        weights = work.lease()
+        start, stop = group.bounds(work.rows)
+        dx = work.present[0].new_empty(stop - start, work.width)
 
         def share(piece: Piece, out: torch.Tensor) -> None:
-            pieces.input_gradient(blocking.rows_of(grads, piece), weights, out)
+            pieces.input_gradient(blocking.rows_of(work.grads, piece), weights, out)
 
-        total = RunningSum(dx, rows, product, group, chunks, MODE, "dX", share)
-    if kept is not None and not product.keep_gathered:
-        carousel = Carousel(kept, rows, product, group, chunks, MODE, "X")
-    for piece in pieces.cut_tokens(rows, group, chunks):
-        taken = carousel.take() if carousel is not None else None if kept is None else kept[piece.rows]
-        if into is not None:
-            into.add(blocking.rows_of(grads, piece), taken)
+        total = RunningSum(dx, work.rows, product, group, chunks, MODE, "dX", share)
+    if work.kept is not None and not product.keep_gathered:
+        carousel = Carousel(work.kept, work.rows, product, group, chunks, MODE, "X")
+    for piece in pieces.cut_tokens(work.rows, group, chunks):
+        taken = carousel.take() if carousel is not None else None if work.kept is None else work.kept[piece.rows]
+        if work.into is not None:
+            work.into.add(blocking.rows_of(work.grads, piece), taken)
         if total is not None:
             total.step()
         if carousel is not None:
             carousel.pass_on()
+    work.release()
     for travelling in (total, carousel):
         if travelling is not None:
             travelling.end()
-    if into is not None:
-        into.finish()
-    for grad in present:
+    if dx is not None:
+        all_reduce(dx, product.reduce_dx, product.name, product.wide)
+    if work.into is not None:
+        work.into.finish()
+    for grad in work.present:
         product.runtime.arena.end(grad)
     return dx
 
 
-def reduced(product: Product, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def reduced(work: Forward) -> list[torch.Tensor]:
     """Y_i [T/n,N_i] = this rank's rows of Σ_ranks X W_iᵀ, X [T,K']."""
-    return reduced_products(product, x, weights, chunks_of(product), MODE)
+    return reduced_products(work, chunks_of(work.product), MODE)
 
 
-def gathered_backward(
-    product: Product,
-    grads: Sequence[torch.Tensor | None],
-    kept: torch.Tensor | None,
-    rows: int,
-    weights: Sequence[torch.Tensor],
-    needs_x: bool,
-    into: WeightGradients | None,
-) -> torch.Tensor | None:
+def gathered_backward(work: Backward) -> torch.Tensor | None:
     """dX [T,K'] and dW of a row site from this rank's rows dY_i [T/n,N_i], which travel around."""
-    dx = asynchronous.new_whole_gradient(grads, weights, rows) if needs_x else None
+    product = work.product
     carousels = [
-        None if grad is None else Carousel(grad, rows, product, product.reduce_y, chunks_of(product), MODE, "dY")
-        for grad in grads
+        None if grad is None else Carousel(grad, work.rows, product, product.scatter_y, chunks_of(product), MODE, "dY")
+        for grad in work.grads
     ]
-    for piece in pieces.cut_tokens(rows, product.reduce_y, chunks_of(product)):
+    weights, dx = asynchronous.weights_and_room(work)
+    for piece in pieces.cut_tokens(work.rows, product.scatter_y, chunks_of(product)):
         taken = [None if carousel is None else carousel.take() for carousel in carousels]
-        multiply_back(taken, kept, piece, weights, dx, into)
+        multiply_back(taken, work, piece, weights, dx)
         for carousel in carousels:
             if carousel is not None:
                 carousel.pass_on()
+    work.release()
     for carousel in carousels:
         if carousel is not None:
             carousel.end()
-    if into is not None:
-        into.finish()
+    if work.into is not None:
+        work.into.finish()
     return dx

@@ -1,20 +1,24 @@
 """A site's products as one autograd node, whatever the number of linears.
 
 The node gathers once, saves once, and issues the reduction of dX before it forms the dWs. The reduction of Y is a node
-of its own (comm/reduction.py). The first sibling called with a tensor computes all; the others take their result.
+of its own (comm/reduction.py). Where W is gathered, its gather begins before that of X, and in backward before that of
+dY, so that both travel together; dW's reduction is the store's, which waits for it later. The first sibling called with
+a tensor computes all; the others take their result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shardwright.comm import reduce_output
 from shardwright.linear import asynchronous, blocking, compiled, ring
-from shardwright.linear.pieces import Deposit, WeightGradients
+from shardwright.linear.conversion import Conversion
+from shardwright.linear.pieces import WeightGradients
 from shardwright.linear.product import Product
+from shardwright.linear.work import Backward, Biases, Forward, Weights
 from shardwright.params import StoredParameter, Use
 
 Uses = list[tuple[Use | None, Use | None]]
@@ -35,19 +39,15 @@ class _SiteNode(torch.autograd.Function):
     def forward(
         ctx: Any, site: SiteProduct, call: _Call, x: torch.Tensor, *parameters: Any
     ) -> tuple[torch.Tensor, ...]:
-        mode, product = site.mode, site.product
         wanted = ctx.needs_input_grad[3:]
         keep = any(wanted[: len(site.weights)])
-        ctx.site, ctx.call, ctx.mode, ctx.deposits = site, call, mode, any(wanted)
-        weights = site.lease_weights()
+        ctx.site, ctx.call, ctx.mode, ctx.deposits = site, call, site.mode, any(wanted)
         ctx.set_materialize_grads(False)
         kept: torch.Tensor | None
-        if product.defers:
-            outputs, kept = [stand_in(x, call.rows, weight.shape[0]) for weight in weights], x if keep else None
+        if site.product.defers:
+            outputs, kept = [stand_in(x, call.rows, width) for width in site.widths], x if keep else None
         else:
-            biases = [stored.lease() if stored is not None else None for stored in site.inner_biases]
-            hold = site.holder(x) if torch._C._current_graph_task_id() != -1 else None
-            outputs, kept = mode.forward(product, x, call.rows, weights, biases, keep, hold)
+            outputs, kept = site.multiply(x, call.rows, keep)
         ctx.save_for_backward(kept)
         return tuple(outputs)
 
@@ -56,15 +56,10 @@ class _SiteNode(torch.autograd.Function):
         site, call = ctx.site, ctx.call
         (kept,) = ctx.saved_tensors
         needs_x = ctx.needs_input_grad[2]
-        weights = site.lease_weights(call.uses) if needs_x else [None] * len(grads)
-        into = site.weight_gradients(call.uses) if ctx.deposits else None
+        into = site.weight_gradients() if ctx.deposits else None
         if site.product.defers:
-            shards = [None if grad is None else call.shards.pop(index) for index, grad in enumerate(grads)]
-            dx = ctx.mode.gathered_backward(site.product, shards, kept, call.rows, weights, needs_x, into)
-        else:
-            held = site.take_held(kept)
-            dx = ctx.mode.backward(site.product, grads, kept, call.rows, weights, needs_x, into, held)
-        site.finish(call.uses)
+            grads = tuple(None if grad is None else call.shards.pop(index) for index, grad in enumerate(grads))
+        dx = site.multiply_back(grads, kept, call.rows, needs_x, into, call.uses)
         return (None, None, dx) + (None,) * (len(ctx.needs_input_grad) - 3)
 
 
@@ -75,11 +70,11 @@ class _Reduced(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, site: SiteProduct, call: _Call, inputs: tuple[Any, ...], *stand_ins: Any) -> Any:
-        x, weights = inputs
-        ctx.call, ctx.widths = call, [weight.shape[0] for weight in weights]
+    def forward(ctx: Any, site: SiteProduct, call: _Call, inputs: tuple[torch.Tensor], *stand_ins: Any) -> Any:
+        (x,) = inputs
+        ctx.call, ctx.widths = call, site.widths
         ctx.set_materialize_grads(False)
-        return tuple(site.mode.reduced(site.product, x, weights))
+        return tuple(site.multiply_reduced(x, call.rows))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -146,15 +141,78 @@ class SiteProduct:
         self.weights = weights
         self.transposed = transposed
         self.tokens: int | None = None  # T of the forward at work, where the model tells it
-        self.inner_biases, self.outer_biases = (none, biases) if product.reduce_y.size > 1 else (biases, none)
+        self.inner_biases, self.outer_biases = (none, biases) if product.splits_k else (biases, none)
         self.mode: Any = _MODES[product.layout.overlap]
         self.number = compiled.number_of(self)
         self.anchor = torch.zeros(0, requires_grad=True)
+        self.before: Conversion | None = None  # of what the site before leaves into X
+        self.after: Conversion | None = None  # of Y into what the residual stream is
         self._key: object = None
         self._ready: dict[int, torch.Tensor] = {}
         self._held: dict[int, torch.Tensor] = {}
 
-    def lease_weights(self, uses: Uses | None = None) -> list[torch.Tensor]:
+    # -- the products, in the layout's mode
+
+    def multiply(self, x: torch.Tensor, rows: int, keep: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """(Y_i, what backward keeps of X), of x [R,K''], T = ``rows``: the modes' ``forward``."""
+        self.fetch()
+        hold = self.holder(x) if torch._C._current_graph_task_id() != -1 else None
+        found: tuple[list[torch.Tensor], torch.Tensor | None] = self.mode.forward(
+            Forward(self.product, x, rows, self.width, self._lease, keep, hold)
+        )
+        self._forward_is_over()
+        return found
+
+    def multiply_reduced(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
+        """Y_i, reduced, of x [T,K']: the modes' ``reduced``."""
+        self.fetch()
+        found: list[torch.Tensor] = self.mode.reduced(Forward(self.product, x, rows, self.width, self._lease, False))
+        self._forward_is_over()
+        return found
+
+    def multiply_back(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        kept: torch.Tensor | None,
+        rows: int,
+        needs_x: bool,
+        into: WeightGradients | None,
+        uses: Uses,
+    ) -> torch.Tensor | None:
+        """dX, or None: the modes' ``backward``. grads, kept: as the modes take them. Ends ``uses``."""
+        if needs_x:
+            self.fetch()
+        product, held = self.product, None if self.product.defers else self.take_held(kept)
+        backward = self.mode.gathered_backward if product.defers else self.mode.backward
+        dx: torch.Tensor | None = backward(
+            Backward(
+                product,
+                grads,
+                kept,
+                rows,
+                self.width,
+                lease=lambda: self.lease_weights(uses),
+                release=lambda: self._let_go_of_weights(uses),
+                needs_x=needs_x,
+                into=into,
+                held=held,
+            )
+        )
+        self.finish(uses)
+        return dx
+
+    # -- weights
+
+    def fetch(self) -> None:
+        """Begins to gather every W, where it is gathered at all: it travels beside what comes before the products."""
+        for stored in self.weights:
+            stored.fetch()
+
+    def _lease(self) -> tuple[Weights, Biases]:
+        biases = [stored.lease() if stored is not None else None for stored in self.inner_biases]
+        return self.lease_weights(), biases
+
+    def lease_weights(self, uses: Uses | None = None) -> Weights:
         """Every W_i as [N',K']; in backward, for the uses that the forward announced."""
         leased = [
             stored.lease(use)
@@ -162,8 +220,31 @@ class SiteProduct:
         ]
         return [weight.t() for weight in leased] if self.transposed else leased
 
+    def _forward_is_over(self) -> None:
+        """A replay's backward follows at once and reads W again; else W goes until then."""
+        if torch._C._current_graph_task_id() == -1:
+            self._let_go_of_weights([])
+
+    def _let_go_of_weights(self, uses: Uses) -> None:
+        """Gives the memory of W back where it was gathered for this site alone; ``uses`` read it no more."""
+        if not self.product.gathers_w:
+            return
+        over = {use for pair in uses for use in pair}
+        for unit in dict.fromkeys(stored.unit for stored in self.weights):
+            wanted = unit.sharding.keep and not set(unit.uses) <= over
+            if unit.gathered and not unit.open and not unit.sharding.resident and not wanted:
+                unit.release()
+
+    @property
+    def width(self) -> int:
+        """K'."""
+        return self.weights[0].used_shape[0 if self.transposed else 1]
+
     def __call__(self, key: object, x: torch.Tensor, rows: int, index: int) -> torch.Tensor:
-        """Y_index of x [R,K'], T = ``rows``. ``key`` is what the caller was given: by it siblings find each other."""
+        """Y_index of x [R,K''] (or of what ``before`` converts to it), T = ``rows``.
+
+        key: what the caller was given; by it siblings find each other.
+        """
         if self._key is not key or index not in self._ready:
             self._ready = dict(enumerate(self._compute(x, rows)))
             self._key = key
@@ -177,6 +258,12 @@ class SiteProduct:
         self._key, self._ready = None, {}
 
     def _compute(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
+        if self.before is not None:
+            x = self.before(x, rows)
+        outputs = self._products(x, rows)
+        return outputs if self.after is None else [self.after(y, rows) for y in outputs]
+
+    def _products(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
         if torch.compiler.is_compiling():
             results: list[torch.Tensor] = torch.ops.shardwright.site(x, self.anchor, self.number, rows)
             return results[: len(self.weights)]
@@ -187,12 +274,10 @@ class SiteProduct:
         product, call, results = self.product, _Call(rows, uses), []
         outputs = _SiteNode.apply(self, call, x, *parameters)
         if product.defers:
-            inputs = (x.detach(), self.lease_weights())
-            outputs = _Reduced.apply(self, call, inputs, *outputs)
+            outputs = _Reduced.apply(self, call, (x.detach(),), *outputs)
         for y, bias in zip(outputs, self.outer_biases, strict=True):
             if not product.defers:
-                group = product.reduce_y
-                y = reduce_output(y, product.runtime, group, product.y_word, product.name, product.wide)
+                y = reduce_output(y, product.reduction, self.fetch if needs_x else None)
             if bias is not None:
                 y = _AddBias.apply(y, bias.parameter, bias, bias.use())
             results.append(y)
@@ -203,27 +288,23 @@ class SiteProduct:
         """N'_i of every linear."""
         return [stored.used_shape[1 if self.transposed else 0] for stored in self.weights]
 
-    def weight_gradients(self, uses: Uses) -> WeightGradients | None:
-        """Where the gradients of this call's weights and inner biases go; None where none is wanted."""
+    def weight_gradients(self) -> WeightGradients | None:
+        """Where the gradients of the weights and inner biases go; None where none is wanted."""
         wanted = [
             (weight.parameter.requires_grad, bias is not None and bias.parameter.requires_grad)
             for weight, bias in zip(self.weights, self.inner_biases, strict=True)
         ]
         if not any(weight or bias for weight, bias in wanted):
             return None
-        return WeightGradients(wanted, self.transposed, self.depositor(uses))
+        return WeightGradients(wanted, self.transposed, self._deposit)
 
-    def depositor(self, uses: Uses) -> Deposit:
+    def _deposit(self, index: int, dw: torch.Tensor | None, db: torch.Tensor | None) -> None:
         """Hands dW_i and db_i to the store."""
-
-        def deposit(index: int, dw: torch.Tensor | None, db: torch.Tensor | None) -> None:
-            weight, bias = self.weights[index], self.inner_biases[index]
-            if dw is not None:
-                weight.deposit(dw)
-            if db is not None and bias is not None:
-                bias.deposit(db)
-
-        return deposit
+        weight, bias = self.weights[index], self.inner_biases[index]
+        if dw is not None:
+            weight.deposit(dw)
+        if db is not None and bias is not None:
+            bias.deposit(db)
 
     def finish(self, uses: Uses) -> None:
         """The backward of one forward is over: it reads no weight any more, and deposits nothing more."""

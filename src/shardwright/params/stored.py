@@ -52,7 +52,7 @@ class StoredParameter:
         """Joins ``unit``; from now on ``parameter`` is what is stored."""
         self.parameter = parameter
         self.unit = unit
-        self.gather_group = self.runtime.group(storage)
+        self.gather_group = self.runtime.group(storage).joined()  # storage is one axis of its mesh
         self.rest_group = self.runtime.group(tuple(axis for axis in self.partial_axes if axis not in storage))
         self._rows = rows
         self._whole: torch.Tensor | None = None
