@@ -21,6 +21,7 @@ _HOMES = {
     "parallelize": "shardwright._parallelize",
     "rehearse": "shardwright._rehearse",
     "shard": "shardwright.params.lending",
+    "no_sync": "shardwright.params.lending",
     "TrainStep": "shardwright.step",
     "VocabParallelLoss": "shardwright.layers",
     "InputError": "shardwright._errors",

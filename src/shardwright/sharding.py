@@ -23,6 +23,8 @@ from typing import Any
 from shardwright._errors import InputError
 
 LEVELS = ("replicate", "optimizer", "gradients", "parameters")
+ONCE_A_STEP = ("replicate", "optimizer")
+"""Levels at which gradients of several micro-batches add up whole, to be reduced once a step."""
 ELEMENT_TYPES = ("float32", "bfloat16", "float64")
 
 
@@ -66,11 +68,6 @@ class Sharding:
     def resident(self) -> bool:
         """Whether W stays gathered between steps."""
         return self.level in ("optimizer", "gradients")
-
-    @property
-    def reduced_once(self) -> bool:
-        """Whether gradients of several micro-batches may add up whole, to be reduced once a step."""
-        return self.level in ("replicate", "optimizer")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data for a plan file."""

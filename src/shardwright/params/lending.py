@@ -13,6 +13,7 @@ Loans share the storage of the gathered W, which has no memory between forward a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -30,7 +31,7 @@ from shardwright.params.schedule import Schedule
 from shardwright.params.store import ParameterStore
 from shardwright.params.stored import StoredParameter
 from shardwright.params.unit import Unit, Use
-from shardwright.sharding import Sharding
+from shardwright.sharding import LEVELS, Sharding
 
 
 def shard(
@@ -64,6 +65,16 @@ def shard(
     sharding = _sharding(mesh_axes, level, keep, dtype, reduce_dtype)
     axes = mesh_axes.mesh_dim_names or ()
     return lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, in_flight, units, source)
+
+
+def no_sync(module: nn.Module) -> AbstractContextManager[None]:
+    """Inside, gradients of a module that ``shard`` stores, or of a parallelized model, are not reduced.
+
+    Each backward adds them up, whole and in the stored element type, beside ``.grad``; the next one outside reduces
+    all. For micro-batches but the last: fewer bytes travel, more are held. A sharded level holds whole gradients then.
+    """
+    schedule: Schedule = cast(Any, module).parameter_store.schedule
+    return schedule.accumulate(LEVELS)
 
 
 def lend(

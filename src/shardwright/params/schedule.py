@@ -19,7 +19,7 @@ from shardwright.params.unit import Handles, Unit
 
 if TYPE_CHECKING:
     from shardwright.params.stored import StoredParameter
-from shardwright.sharding import Sharding
+from shardwright.sharding import ONCE_A_STEP, Sharding
 
 
 class InFlightError(RuntimeError):
@@ -51,12 +51,12 @@ class Schedule:
     """Of the units of one model.
 
     in_flight: how many units may be gathered at once, those that stay gathered by their level aside.
-    accumulating: gradients of levels that are reduced once a step are put by for now.
+    accumulating: gradients of those levels are put by for now, whole and unreduced.
     """
 
     def __init__(self, in_flight: int = 2):
         self.in_flight = in_flight
-        self.accumulating = False
+        self.accumulating: tuple[str, ...] = ()
         self.units: list[Unit] = []
         self._orders = {kind: _Order() for kind in ("forward", "backward")}
         self._kind = ""
@@ -222,9 +222,9 @@ class Schedule:
                 handle.advance()
 
     @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Inside, gradients of levels that are reduced once a step are put by, whole and unreduced."""
-        before, self.accumulating = self.accumulating, True
+    def accumulate(self, levels: tuple[str, ...] = ONCE_A_STEP) -> Iterator[None]:
+        """Inside, gradients of ``levels`` are put by, whole and unreduced; the next backward outside reduces them."""
+        before, self.accumulating = self.accumulating, levels
         try:
             yield
         finally:

@@ -170,7 +170,7 @@ class Unit:
         self.schedule.reduce(self, self.take_fresh(self.members))
         self.ready = []
         self._operations = {}
-        self._stale = self._stale or not self.schedule.accumulating
+        self._stale = self._stale or not self.schedule.accumulating  # a step of the optimizer comes next
 
     def drop(self) -> None:
         """Forgets what an aborted backward left."""
@@ -180,7 +180,7 @@ class Unit:
 
     def take_fresh(self, members: Sequence[StoredParameter]) -> list[tuple[StoredParameter, torch.Tensor]]:
         """What was deposited and is to be reduced now."""
-        if self.schedule.accumulating and self.sharding.reduced_once:
+        if self.sharding.level in self.schedule.accumulating:
             for stored in members:
                 stored.put_by()
             return []
