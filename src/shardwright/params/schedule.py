@@ -39,12 +39,12 @@ class _Order:
         if self.now:
             self.known, self.now, self._alike = self.now, [], True
 
-    def arrive(self, unit: Unit) -> Unit | None:
-        """``unit`` is asked for; the one that comes after it, as long as this pass goes like the known one."""
+    def arrive(self, unit: Unit) -> list[Unit]:
+        """``unit`` is asked for; those that come after it, as long as this pass goes like the known one."""
         place = len(self.now)
         self.now.append(unit)
         self._alike = self._alike and place < len(self.known) and self.known[place] is unit
-        return self.known[place + 1] if self._alike and place + 1 < len(self.known) else None
+        return self.known[place + 1 :] if self._alike else []
 
 
 class Schedule:
@@ -62,7 +62,7 @@ class Schedule:
         self._kind = ""
         self._task = -1
         self._at: Unit | None = None
-        self._following: Unit | None = None
+        self._following: list[Unit] = []
         self._moving: deque[tuple[Iterator[Handles], Handles]] = deque()
 
     def new_unit(self, name: str, sharding: Sharding) -> Unit:
@@ -85,7 +85,7 @@ class Schedule:
             if wait:
                 unit.wait()
             return
-        following = self._orders[self._kind].arrive(unit) if self._at is not unit else None
+        following = self._orders[self._kind].arrive(unit)[: self.in_flight - 1] if self._at is not unit else []
         self._at = unit
         self._release_all_but(unit, following)
         if not unit.current or again:
@@ -102,9 +102,10 @@ class Schedule:
         In a forward when the one before it is asked for; in a backward when the gradients of the one before it begin to
         travel, so that its W takes the place of what was released.
         """
-        following, self._following = self._following, None
-        if following is not None and not (following.current or following.busy) and self._room(following):
-            self._start(following, "async")
+        following, self._following = self._following, []
+        for unit in following:
+            if not (unit.current or unit.busy) and self._room(unit):
+                self._start(unit, "async")
 
     def _start(self, unit: Unit, mode: str) -> None:
         if unit.gathered and not unit.sharding.resident:
@@ -127,9 +128,9 @@ class Schedule:
         others = [other for other in self._alive() if other is not unit and (other.open or other.busy or other.idle)]
         return len(others) < self.in_flight
 
-    def _release_all_but(self, unit: Unit, following: Unit | None) -> None:
+    def _release_all_but(self, unit: Unit, following: list[Unit]) -> None:
         for other in self._alive():
-            if other is not unit and other is not following and other.idle:
+            if other is not unit and other not in following and other.idle:
                 other.release()
 
     def rest(self) -> None:
@@ -153,7 +154,7 @@ class Schedule:
             self._enter("forward")
 
     def _enter(self, kind: str) -> None:
-        self._kind, self._at, self._following = kind, None, None
+        self._kind, self._at, self._following = kind, None, []
         self._orders[kind].begin()
 
     def begin_backward(self, task: int) -> None:
