@@ -122,6 +122,9 @@ class _Stored(BaseModel):
     reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
         default=None, description="element type in which gradients are added; null: that of the stored parameters"
     )
+    bucket: Bytes | None = Field(
+        default=None, description="bytes of the buffer in which small gradients travel together; 0: none; null: the plan's"
+    )
 
 
 def _stored(value: Any) -> _Stored:
@@ -253,6 +256,11 @@ class Plan(BaseModel):
         ge=1,
         description="how many units may be gathered at once: the one at work, and those on their way",
         json_schema_extra={"x-allowed": "a whole number of at least 1"},
+    )
+    bucket: Bytes = Field(
+        default=0,
+        description="bytes of the buffer in which small gradients travel together, while backward runs; 0: each unit's "
+        "travel with the unit",
     )
     master_dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
         default=None, description="element type in which parameters are stored and updated; null: dtype"
@@ -420,10 +428,13 @@ class Plan(BaseModel):
                 axes = (stored.axes,) if isinstance(stored.axes, str) else tuple(stored.axes or self.data_axes)
                 if not axes:
                     break  # no axis splits data: nothing to split storage over
-                return Sharding(stored.level, axes, stored.keep, dtype, stored.reduce_dtype)
+                return Sharding(stored.level, axes, stored.keep, dtype, stored.reduce_dtype, self._bucket_of(stored))
             if fnmatchcase(unit, pattern):
-                return Sharding(dtype=dtype, reduce_dtype=stored.reduce_dtype)
-        return Sharding(dtype=dtype)
+                return Sharding(dtype=dtype, reduce_dtype=stored.reduce_dtype, bucket=self._bucket_of(stored))
+        return Sharding(dtype=dtype, bucket=self.bucket)
+
+    def _bucket_of(self, stored: _Stored) -> int:
+        return self.bucket if stored.bucket is None else stored.bucket
 
     @property
     def stored_dtype(self) -> str:

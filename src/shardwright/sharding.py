@@ -37,6 +37,7 @@ class Sharding:
     keep: level ``parameters`` only; W stays gathered from a forward to its backward.
     dtype: element type in which products read W; None is that of the stored parameter. Gradients travel in it.
     reduce_dtype: element type in which gradients are added up; None is that of the stored parameter.
+    bucket: bytes of the buffer in which small gradients travel together (comm/bucket.py); 0: none does.
 
     Raises InputError for a word that is not allowed, and where the level splits storage and no axis is named.
     """
@@ -46,6 +47,7 @@ class Sharding:
     keep: bool = False
     dtype: str | None = None
     reduce_dtype: str | None = None
+    bucket: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
