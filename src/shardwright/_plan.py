@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -21,7 +22,7 @@ from pydantic import (
 )
 
 from shardwright._errors import InputError
-from shardwright._files import STRICT, FieldError, Version1, check, read_yaml, write_yaml
+from shardwright._files import SIZES, STRICT, FieldError, SizeText, Version1, check, parse_bytes, read_yaml, write_yaml
 from shardwright.layout import CHOICES, OPERAND_WORDS, GridLayout, preset, presets
 from shardwright.mesh import world_size
 from shardwright.sharding import LEVELS, Sharding
@@ -43,6 +44,13 @@ HEADER = (
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]
+SmallSize = Annotated[
+    int,
+    Field(ge=0),
+    BeforeValidator(parse_bytes, json_schema_input_type=Annotated[int, Field(ge=0)] | SizeText),
+    Field(json_schema_extra={"x-allowed": f"0 or a size: {SIZES}"}),
+]
+"""A size that may be 0."""
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -122,8 +130,9 @@ class _Stored(BaseModel):
     reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
         default=None, description="element type in which gradients are added; null: that of the stored parameters"
     )
-    bucket: Bytes | None = Field(
-        default=None, description="bytes of the buffer in which small gradients travel together; 0: none; null: the plan's"
+    bucket: SmallSize | None = Field(
+        default=None,
+        description="bytes of the buffer in which small gradients travel together; 0: none; null: the plan's",
     )
 
 
@@ -257,7 +266,7 @@ class Plan(BaseModel):
         description="how many units may be gathered at once: the one at work, and those on their way",
         json_schema_extra={"x-allowed": "a whole number of at least 1"},
     )
-    bucket: Bytes = Field(
+    bucket: SmallSize = Field(
         default=0,
         description="bytes of the buffer in which small gradients travel together, while backward runs; 0: each unit's "
         "travel with the unit",

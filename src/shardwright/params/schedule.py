@@ -225,7 +225,11 @@ class Schedule:
         if not cap or max(group.size, stored.rest_group.size) == 1:
             return False
         if group.size == 1:
-            return self._sum(stored, stored.widened(gradient))
+            gradient = stored.widened(gradient)
+            if not self._bucket("all_reduce", stored.rest_group, cap, stored).takes(gradient):
+                return False
+            self._sum(stored, gradient)
+            return True
         bucket = self._bucket("reduce_scatter", group, cap, stored)
         if not bucket.takes(gradient, stored.local if stored.wide(gradient) else gradient):
             return False
@@ -233,17 +237,14 @@ class Schedule:
         bucket.add(gradient, part, partial(self._sum, stored, part))
         return True
 
-    def _sum(self, stored: StoredParameter, gradient: torch.Tensor) -> bool:
-        """Sums over the axes that do not split storage, and lands; False where the gradient is not small."""
+    def _sum(self, stored: StoredParameter, gradient: torch.Tensor) -> None:
+        """Sums a small gradient, or its part, over the axes that do not split storage, and lands it."""
         gradient, group = stored.widened(gradient), stored.rest_group
         if group.size == 1:
             stored.land(gradient)
-            return True
-        bucket = self._bucket("all_reduce", group, stored.unit.sharding.bucket, stored)
-        if bucket.takes(gradient):
+        else:
+            bucket = self._bucket("all_reduce", group, stored.unit.sharding.bucket, stored)
             bucket.add(gradient, gradient, partial(stored.land, gradient))
-            return True
-        return False
 
     def _bucket(self, kind: Kind, group: AxisGroup, cap: int, stored: StoredParameter) -> GradientBucket:
         key = (kind, group, cap)
