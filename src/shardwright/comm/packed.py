@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwright import trace
 from shardwright.comm.arena import Arena
 from shardwright.comm.collectives import Reducing
-from shardwright.comm.exchange import log, places, receive, send
+from shardwright.comm.exchange import places, receive, send
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.together import Logged
 
@@ -26,13 +26,23 @@ class GatheringPacked:
 
     The group has at least two ranks. Wholes are contiguous, and of one element type, in which the parts travel; the
     parts may have others. Scratch, until it has finished: the bytes of all wholes (on NCCL N times what the first rank
-    holds), leased from ``arena`` if one is given. Raises ValueError where element types or shapes do not fit.
+    holds), leased from ``arena`` if one is given. logged: the operation of the trace that it joins, by default its own.
+    Raises ValueError where element types or shapes do not fit.
     """
 
-    def __init__(self, pairs: Sequence[Pair], group: AxisGroup, module: str, mode: str, arena: Arena | None = None):
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        group: AxisGroup,
+        module: str,
+        mode: str,
+        arena: Arena | None = None,
+        logged: Logged | None = None,
+    ):
         _of_one_type([whole for _, whole in pairs], module)
         own = sum(part.numel() * whole.element_size() for part, whole in pairs)
-        log("all_gather", group, sum(whole.nbytes for _, whole in pairs), own, module, mode)
+        whole_bytes = sum(whole.nbytes for _, whole in pairs)
+        (logged or Logged()).join("all_gather", group, whole_bytes, own, module, mode)
         self.group, self.module, self.mode = group, module, mode
         n, me = group.size, group.index
         by_pair = [places(whole, group) for _, whole in pairs]
