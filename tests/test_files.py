@@ -103,7 +103,7 @@ LAYOUT_KEYS = "m, n, k, x, w, y, save_x, save_w, overlap, chunks, reduce_dtype"
 PRESETS = ", ".join(presets)
 COUNT = "a whole number of at least 1"
 LEVELS = "replicate, optimizer, gradients, parameters"
-STORED = f"one of {LEVELS}, or a mapping with the keys level, axes, keep, reduce_dtype"
+STORED = f"one of {LEVELS}, or a mapping with the keys level, axes, keep, reduce_dtype, bucket"
 AXES = "the mesh's axes (data, tensor)"
 QKV = "layouts.model.layers.*.qkv"
 
@@ -192,6 +192,8 @@ PLANS: list[Case] = [
         "level parameters",
     ),
     ("'*': replicate", "'*': {level: parameters, axes: [pipe]}", "params.*.axes", 19, "the axis 'pipe'", AXES),
+    ("seed: 0", "seed: 0\nbucket: -1", "bucket", 12, "-1", "whole bytes, or a number with..."),
+    ("seed: 0", "seed: 0\nbucket: 25MB", "bucket", 12, "'25MB'", "25MiB, where 1 MiB = 2^20..."),
     ("seed: 0", "seed: 0\nin_flight: 0", "in_flight", 12, "0", COUNT),
     (
         "seed: 0",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,3 +44,41 @@ def lease_and_release() -> list[int]:
 @pytest.mark.gpu
 def test_released_leases_come_free_on_the_device():
     assert on_ranks(1, lease_and_release) == [[4 * 2**20, 0]]
+
+
+def bucket_and_flush() -> list[int]:
+    """Bytes allocated, and reserved once what is free is given back: before, with a filled bin, after it has landed."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from shardwright.comm import Runtime, bins
+
+    mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("data",))
+    group = Runtime.of(mesh, "nccl").group(("data",))
+    alone = replace(group, process_group=torch.distributed.new_group(backend="nccl"))
+    arena, device = Arena(), torch.device("cuda")
+    gradients = [torch.full((1000,), float(i), device=device) for i in range(8)]
+    destinations = [torch.zeros_like(gradient) for gradient in gradients]
+    torch.distributed.all_reduce(torch.ones(1, device=device), group=alone.process_group)  # NCCL takes its own memory
+    found = [*_memory()]
+    for handle in (bins._OnNccl, bins._AllReduce):
+        full = bins._Bin("", None, arena.lease((1, 2**20), torch.float32, device, "bucket", "bucket"))
+        for gradient, destination in zip(gradients, destinations, strict=True):
+            full.take(gradient, bins._Piece(1000, destination, None))
+        held = _memory()[0] - found[0]
+        handle(full, alone, arena).finish(True)
+        del full
+        found += [held, *_memory()]
+    assert [destination.unique().tolist() for destination in destinations] == [[2.0 * i] for i in range(8)]
+    return found
+
+
+def _memory() -> tuple[int, int]:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+@pytest.mark.gpu
+def test_a_bin_that_has_landed_leaves_nothing_on_the_device():
+    ((allocated, reserved, *rest),) = on_ranks(1, bucket_and_flush)
+    assert rest == [4 * 2**20, allocated, reserved] * 2

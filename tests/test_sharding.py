@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -544,10 +544,10 @@ def test_no_more_units_live_than_stated(in_flight):
     for count in (5, 10):
         for trace, _, _ in on_ranks(2, recorded, {"data": 2}, "parameters", {"count": count}, {"in_flight": in_flight}):
             assert most(trace, ("gathered",), 1) == UNIT
-            assert most(trace, ("gathered",), 2) == min(2, in_flight) * UNIT
+            assert most(trace, ("gathered",), 2) == in_flight * UNIT
             transient.append([most(trace, ("gathered", "unreduced", "bucket"), step) for step in (1, 2)])
     assert transient == [transient[0]] * 4
-    assert max(transient[0]) <= (min(2, in_flight) + 2) * UNIT
+    assert max(transient[0]) <= (in_flight + 2) * UNIT
 
 
 BLOCK = {"count": 4, "hidden": 256, "dtype": torch.bfloat16}
@@ -571,7 +571,7 @@ def test_the_transient_of_hybrid_sharding_does_not_grow_with_the_depth():
     assert found == [found[0]] * 8
 
 
-def accumulated(level):
+def accumulated(level, unsynchronised):
     """(bytes of gradients after each of two micro-batches, the largest error against one big batch)."""
     mesh = dense.mesh_of(data=2)
     model = sw.shard(Chain(2, 8, dtype=torch.float64), mesh, level)
@@ -579,7 +579,7 @@ def accumulated(level):
     mine = xs[2 * dist.get_rank() :][:2]
     held = []
     with sw.record(model) as trace:
-        with model.parameter_store.schedule.accumulate():
+        with sw.no_sync(model) if unsynchronised else model.parameter_store.schedule.accumulate():
             model(mine[0]).square().sum().backward()
         torch.zeros(1)  # the recorder notices the end of backward
         model(mine[1]).square().sum().backward()
@@ -590,12 +590,40 @@ def accumulated(level):
     return held, max(dense.error(a.grad.full_tensor(), b.grad) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("level", "held"), [("replicate", [2, 2]), ("optimizer", [2, 1]), ("gradients", [1, 1])])
-def test_accumulation_with_and_without_synchronisation(level, held):
-    """Two linears of 8 × 8 over 2 ranks: what is reduced once a step is held whole in between."""
-    for found, error in on_ranks(2, accumulated, level):
+@pytest.mark.parametrize(
+    ("level", "unsynchronised", "held"),
+    [
+        ("replicate", False, [2, 2]),
+        ("optimizer", False, [2, 1]),
+        ("gradients", False, [1, 1]),
+        ("parameters", False, [1, 1]),
+        ("parameters", True, [2, 1]),
+    ],
+)
+def test_accumulation_with_and_without_synchronisation(level, unsynchronised, held):
+    """C14. Two linears of 8 × 8 over 2 ranks: what is reduced once a step, or not yet, is held whole in between."""
+    for found, error in on_ranks(2, accumulated, level, unsynchronised):
         assert found == [each * 8 * 8 * 8 for each in held]
         assert error <= 1e-12
+
+
+def small_and_large(level, unsynchronised):
+    """.grad after micro-batches whose bf16 gradients are 1 and 2⁻⁹ (on one rank; 0 on the others)."""
+    model = nn.Linear(1, 1, bias=False)
+    sw.shard(model, dense.mesh_of(data=dist.get_world_size()), level, dtype=torch.bfloat16)
+    for number, value in enumerate((1.0, 2.0**-9)):
+        hold = unsynchronised and number == 0
+        with sw.no_sync(model) if hold else nullcontext():
+            x = torch.full((1, 1), value * (dist.get_rank() == 0), dtype=torch.bfloat16)
+            model(x).sum().backward()
+    return model.weight.grad.full_tensor().item()
+
+
+@pytest.mark.parametrize("level", ["replicate", "optimizer", "gradients", "parameters"])
+def test_micro_batches_add_up_in_float32(level):
+    """C14: 1 + 2⁻⁹ would be 1 in bfloat16."""
+    for unsynchronised in (False, True):
+        assert on_ranks(2, small_and_large, level, unsynchronised) == [1.001953125] * 2
 
 
 class Mixed(nn.Module):

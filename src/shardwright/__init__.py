@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "GradientBucket": "shardwright.comm",
     "GridLayout": "shardwright.layout",
     "GridLinear": "shardwright.linear",
     "Plan": "shardwright._plan",
@@ -21,6 +22,9 @@ _HOMES = {
     "parallelize": "shardwright._parallelize",
     "rehearse": "shardwright._rehearse",
     "shard": "shardwright.params.lending",
+    "no_sync": "shardwright.params.lending",
+    "clip_grad_norm_": "shardwright.params.clipping",
+    "grad_norm": "shardwright.params.clipping",
     "TrainStep": "shardwright.step",
     "VocabParallelLoss": "shardwright.layers",
     "InputError": "shardwright._errors",

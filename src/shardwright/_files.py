@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from shardwright._errors import InputError
 from shardwright._replacing import write_text
@@ -413,6 +413,10 @@ UNITS: dict[str, int] = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB"
 """Bytes of each unit that sizes are written in."""
 
 SIZES = "whole bytes, or a number with B, KiB, MiB, GiB or TiB, such as 72GiB"
+
+
+SizeText = Annotated[str, Field(pattern=rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(UNITS)})?\s*$")]
+"""A size as files may hold it, for their schemas."""
 
 
 def parse_bytes(size: str | int, key: str = "size") -> int:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -21,7 +22,7 @@ from pydantic import (
 )
 
 from shardwright._errors import InputError
-from shardwright._files import STRICT, FieldError, Version1, check, read_yaml, write_yaml
+from shardwright._files import SIZES, STRICT, FieldError, SizeText, Version1, check, parse_bytes, read_yaml, write_yaml
 from shardwright.layout import CHOICES, OPERAND_WORDS, GridLayout, preset, presets
 from shardwright.mesh import world_size
 from shardwright.sharding import LEVELS, Sharding
@@ -43,6 +44,13 @@ HEADER = (
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]
+SmallSize = Annotated[
+    int,
+    Field(ge=0),
+    BeforeValidator(parse_bytes, json_schema_input_type=Annotated[int, Field(ge=0)] | SizeText),
+    Field(json_schema_extra={"x-allowed": f"0 or a size: {SIZES}"}),
+]
+"""A size that may be 0."""
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -121,6 +129,10 @@ class _Stored(BaseModel):
     keep: bool = Field(default=False, description="level parameters: W stays gathered from a forward to its backward")
     reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
         default=None, description="element type in which gradients are added; null: that of the stored parameters"
+    )
+    bucket: SmallSize | None = Field(
+        default=None,
+        description="bytes of the buffer in which small gradients travel together; 0: none; null: the plan's",
     )
 
 
@@ -253,6 +265,11 @@ class Plan(BaseModel):
         ge=1,
         description="how many units may be gathered at once: the one at work, and those on their way",
         json_schema_extra={"x-allowed": "a whole number of at least 1"},
+    )
+    bucket: SmallSize = Field(
+        default=0,
+        description="bytes of the buffer in which small gradients travel together, while backward runs; 0: each unit's "
+        "travel with the unit",
     )
     master_dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
         default=None, description="element type in which parameters are stored and updated; null: dtype"
@@ -420,10 +437,13 @@ class Plan(BaseModel):
                 axes = (stored.axes,) if isinstance(stored.axes, str) else tuple(stored.axes or self.data_axes)
                 if not axes:
                     break  # no axis splits data: nothing to split storage over
-                return Sharding(stored.level, axes, stored.keep, dtype, stored.reduce_dtype)
+                return Sharding(stored.level, axes, stored.keep, dtype, stored.reduce_dtype, self._bucket_of(stored))
             if fnmatchcase(unit, pattern):
-                return Sharding(dtype=dtype, reduce_dtype=stored.reduce_dtype)
-        return Sharding(dtype=dtype)
+                return Sharding(dtype=dtype, reduce_dtype=stored.reduce_dtype, bucket=self._bucket_of(stored))
+        return Sharding(dtype=dtype, bucket=self.bucket)
+
+    def _bucket_of(self, stored: _Stored) -> int:
+        return self.bucket if stored.bucket is None else stored.bucket
 
     @property
     def stored_dtype(self) -> str:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import debug as dtensor_debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright import models
@@ -63,6 +64,14 @@ def stage(plan: Plan, rank: int) -> Iterator[DeviceMesh]:
         yield mesh
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor keeps a mesh with what it has worked out for it; a later one of that shape would be given this one."""
+    clear = getattr(dtensor_debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
 
 
 def _steps(model: Any, mesh: DeviceMesh, plan: Plan, steps: int) -> Trace:

@@ -7,9 +7,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from shardwright._files import SIZES, STRICT, UNITS, Version1, parse_bytes, read_yaml
+from shardwright._files import SIZES, STRICT, SizeText, Version1, parse_bytes, read_yaml
 
-SizeText = Annotated[str, Field(pattern=rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(UNITS)})?\s*$")]
 Size = Annotated[
     int,
     Field(ge=1),

@@ -23,6 +23,8 @@ from typing import Any
 from shardwright._errors import InputError
 
 LEVELS = ("replicate", "optimizer", "gradients", "parameters")
+ONCE_A_STEP = ("replicate", "optimizer")
+"""Levels at which gradients of several micro-batches add up whole, to be reduced once a step."""
 ELEMENT_TYPES = ("float32", "bfloat16", "float64")
 
 
@@ -35,6 +37,7 @@ class Sharding:
     keep: level ``parameters`` only; W stays gathered from a forward to its backward.
     dtype: element type in which products read W; None is that of the stored parameter. Gradients travel in it.
     reduce_dtype: element type in which gradients are added up; None is that of the stored parameter.
+    bucket: bytes of the buffer in which small gradients travel together (comm/bucket.py); 0: none does.
 
     Raises InputError for a word that is not allowed, and where the level splits storage and no axis is named.
     """
@@ -44,6 +47,7 @@ class Sharding:
     keep: bool = False
     dtype: str | None = None
     reduce_dtype: str | None = None
+    bucket: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
@@ -66,11 +70,6 @@ class Sharding:
     def resident(self) -> bool:
         """Whether W stays gathered between steps."""
         return self.level in ("optimizer", "gradients")
-
-    @property
-    def reduced_once(self) -> bool:
-        """Whether gradients of several micro-batches may add up whole, to be reduced once a step."""
-        return self.level in ("replicate", "optimizer")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data for a plan file."""

@@ -1,9 +1,12 @@
 """Communication: groups by ranks, collectives that are logged where they are called, the arena of leased memory."""
 
 from shardwright.comm.arena import Arena, ArenaError
+from shardwright.comm.bins import Bins
+from shardwright.comm.bucket import GradientBucket
 from shardwright.comm.collectives import Reducing, all_gather, all_reduce, reduce_scatter
 from shardwright.comm.exchange import Gathering, Scattering
 from shardwright.comm.groups import AxisGroup
+from shardwright.comm.packed import GatheringPacked, ReducingPacked
 from shardwright.comm.reduction import Reduction, reduce_output
 from shardwright.comm.runtime import Runtime
 from shardwright.comm.together import GatheringTogether, Logged, ReducingTogether, ScatteringTogether
@@ -12,10 +15,14 @@ __all__ = [
     "Arena",
     "ArenaError",
     "AxisGroup",
+    "Bins",
     "Gathering",
+    "GatheringPacked",
     "GatheringTogether",
+    "GradientBucket",
     "Logged",
     "Reducing",
+    "ReducingPacked",
     "ReducingTogether",
     "Reduction",
     "Runtime",

@@ -1,10 +1,11 @@
-"""One runtime per root DeviceMesh: the owner of its groups and its arena. The only registry of the library."""
+"""One runtime per root DeviceMesh: the owner of its groups, arena and buckets. The only registry of the library."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwright import trace
 from shardwright._errors import InputError
 from shardwright.comm.arena import Arena
+from shardwright.comm.bins import Bins
 from shardwright.comm.groups import AxisGroup, Groups
 
 
@@ -27,6 +29,7 @@ class Runtime:
         self.arena = Arena()
         self._mesh = weakref.ref(mesh)
         self._storage_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._buckets: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Bins] = {}
 
     @staticmethod
     def of(mesh: DeviceMesh, backend: str | None = None) -> Runtime:
@@ -48,6 +51,27 @@ class Runtime:
     def group(self, axes: Sequence[str]) -> AxisGroup:
         """The group over ``axes``; no axes is a group of one."""
         return self.groups.along(axes)
+
+    def bucket(self, group: AxisGroup, dtype: torch.dtype, device: torch.device) -> Bins:
+        """Where small gradients that travel as ``dtype`` between the group's ranks wait for each other.
+
+        One for all groups of equal members.
+        """
+        key = group.ranks, dtype, device
+        if key not in self._buckets:
+            self._buckets[key] = Bins(group, dtype, device, self.arena)
+        return self._buckets[key]
+
+    @property
+    def buckets(self) -> tuple[Bins, ...]:
+        """Every bucket, in the order in which they were first asked for."""
+        return tuple(self._buckets.values())
+
+    def flush_buckets(self) -> None:
+        """Until nothing waits in any bucket; what has landed may have added more to another."""
+        while any(bins.busy for bins in self.buckets):
+            for bins in self.buckets:
+                bins.flush()
 
     def storage_mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
         """The mesh with ``axes`` (in mesh order) joined into its last one, over the same groups.

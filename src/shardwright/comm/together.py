@@ -81,9 +81,16 @@ class GatheringTogether(_Together):
 
     kind = "all_gather"
 
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: AxisGroup, module: str, mode: str):
+    def __init__(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        group: AxisGroup,
+        module: str,
+        mode: str,
+        logged: Logged | None = None,
+    ):
         whole_bytes = sum(whole.nbytes for _, whole in pairs)
-        super().__init__(group, module, mode, whole_bytes, sum(part.nbytes for part, _ in pairs))
+        super().__init__(group, module, mode, whole_bytes, sum(part.nbytes for part, _ in pairs), logged)
         with self._one_launch():
             self._each = [Gathering(part, whole, group, module, "blocking") for part, whole in pairs]
 

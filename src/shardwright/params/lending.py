@@ -13,6 +13,7 @@ Loans share the storage of the gathered W, which has no memory between forward a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -25,12 +26,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright._errors import InputError
+from shardwright._files import parse_bytes
 from shardwright.params.initial import Source, from_values
 from shardwright.params.schedule import Schedule
 from shardwright.params.store import ParameterStore
 from shardwright.params.stored import StoredParameter
 from shardwright.params.unit import Unit, Use
-from shardwright.sharding import Sharding
+from shardwright.sharding import LEVELS, Sharding
 
 
 def shard(
@@ -42,6 +44,7 @@ def shard(
     in_flight: int = 2,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    bucket: str | int = 0,
     units: Sequence[str] | None = None,
     source: Source = from_values,
 ) -> nn.Module:
@@ -51,7 +54,8 @@ def shard(
     ``optimizer``, ``gradients``, ``parameters`` for all axes, or {axis: word} (hybrid: {"replica": "replicate",
     "shard": "parameters"}). keep: W stays gathered from forward to backward. in_flight: units gathered at once.
     dtype: element type in which the module computes (by default the parameters'); gradients travel in it, and are
-    added up in reduce_dtype (by default the parameters'). units: patterns of names of the modules that are gathered as
+    added up in reduce_dtype (by default the parameters'). bucket: bytes, or a size such as "25MiB", of the buffer in
+    which small gradients travel together; 0 is none. units: patterns of names of the modules that are gathered as
     one; by default every block (a member of an nn.ModuleList or nn.Sequential), and each other module with parameters
     of its own. The pattern "" makes one unit, kept while the root's forward runs, of what no other unit holds. source:
     where shards get their values, by default from the module (equal on every rank).
@@ -61,9 +65,19 @@ def shard(
 
     Raises InputError where an axis or a level is unknown, or units match nothing.
     """
-    sharding = _sharding(mesh_axes, level, keep, dtype, reduce_dtype)
+    sharding = _sharding(mesh_axes, level, keep, dtype, reduce_dtype, parse_bytes(bucket, "bucket"))
     axes = mesh_axes.mesh_dim_names or ()
     return lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, in_flight, units, source)
+
+
+def no_sync(module: nn.Module) -> AbstractContextManager[None]:
+    """Inside, gradients of a module that ``shard`` stores, or of a parallelized model, are not reduced.
+
+    Each backward adds them up, whole and in the stored element type, beside ``.grad``; the next one outside reduces
+    all. For micro-batches but the last: fewer bytes travel, more are held. A sharded level holds whole gradients then.
+    """
+    schedule: Schedule = cast(Any, module).parameter_store.schedule
+    return schedule.accumulate(LEVELS)
 
 
 def lend(
@@ -106,6 +120,7 @@ def _sharding(
     keep: bool,
     dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    bucket: int,
 ) -> Sharding:
     axes = mesh.mesh_dim_names or ()
     words = dict.fromkeys(axes, level) if isinstance(level, str) else dict(level)
@@ -120,7 +135,7 @@ def _sharding(
     def name(kind: torch.dtype | None) -> str | None:
         return None if kind is None else str(kind).removeprefix("torch.")
 
-    return Sharding(chosen[0], split, keep, name(dtype), name(reduce_dtype))
+    return Sharding(chosen[0], split, keep, name(dtype), name(reduce_dtype), bucket)
 
 
 def _unit_names(module: nn.Module, patterns: Sequence[str] | None) -> list[str]:

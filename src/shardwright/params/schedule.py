@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
 
+from shardwright import trace
+from shardwright.comm.bucket import GradientBucket, Kind
+from shardwright.comm.groups import AxisGroup
 from shardwright.params.unit import Handles, Unit
 
 if TYPE_CHECKING:
     from shardwright.params.stored import StoredParameter
-from shardwright.sharding import Sharding
+from shardwright.sharding import ONCE_A_STEP, Sharding
 
 
 class InFlightError(RuntimeError):
@@ -39,31 +43,32 @@ class _Order:
         if self.now:
             self.known, self.now, self._alike = self.now, [], True
 
-    def arrive(self, unit: Unit) -> Unit | None:
-        """``unit`` is asked for; the one that comes after it, as long as this pass goes like the known one."""
+    def arrive(self, unit: Unit) -> list[Unit]:
+        """``unit`` is asked for; those that come after it, as long as this pass goes like the known one."""
         place = len(self.now)
         self.now.append(unit)
         self._alike = self._alike and place < len(self.known) and self.known[place] is unit
-        return self.known[place + 1] if self._alike and place + 1 < len(self.known) else None
+        return self.known[place + 1 :] if self._alike else []
 
 
 class Schedule:
     """Of the units of one model.
 
     in_flight: how many units may be gathered at once, those that stay gathered by their level aside.
-    accumulating: gradients of levels that are reduced once a step are put by for now.
+    accumulating: gradients of those levels are put by for now, whole and unreduced.
     """
 
     def __init__(self, in_flight: int = 2):
         self.in_flight = in_flight
-        self.accumulating = False
+        self.accumulating: tuple[str, ...] = ()
         self.units: list[Unit] = []
         self._orders = {kind: _Order() for kind in ("forward", "backward")}
         self._kind = ""
         self._task = -1
         self._at: Unit | None = None
-        self._following: Unit | None = None
+        self._following: list[Unit] = []
         self._moving: deque[tuple[Iterator[Handles], Handles]] = deque()
+        self._buckets: dict[tuple[str, AxisGroup, int], GradientBucket] = {}
 
     def new_unit(self, name: str, sharding: Sharding) -> Unit:
         """A unit without members yet."""
@@ -85,7 +90,7 @@ class Schedule:
             if wait:
                 unit.wait()
             return
-        following = self._orders[self._kind].arrive(unit) if self._at is not unit else None
+        following = self._orders[self._kind].arrive(unit)[: self.in_flight - 1] if self._at is not unit else []
         self._at = unit
         self._release_all_but(unit, following)
         if not unit.current or again:
@@ -102,9 +107,10 @@ class Schedule:
         In a forward when the one before it is asked for; in a backward when the gradients of the one before it begin to
         travel, so that its W takes the place of what was released.
         """
-        following, self._following = self._following, None
-        if following is not None and not (following.current or following.busy) and self._room(following):
-            self._start(following, "async")
+        following, self._following = self._following, []
+        for unit in following:
+            if not (unit.current or unit.busy) and self._room(unit):
+                self._start(unit, "async")
 
     def _start(self, unit: Unit, mode: str) -> None:
         if unit.gathered and not unit.sharding.resident:
@@ -127,9 +133,9 @@ class Schedule:
         others = [other for other in self._alive() if other is not unit and (other.open or other.busy or other.idle)]
         return len(others) < self.in_flight
 
-    def _release_all_but(self, unit: Unit, following: Unit | None) -> None:
+    def _release_all_but(self, unit: Unit, following: list[Unit]) -> None:
         for other in self._alive():
-            if other is not unit and other is not following and other.idle:
+            if other is not unit and other not in following and other.idle:
                 other.release()
 
     def rest(self) -> None:
@@ -153,7 +159,7 @@ class Schedule:
             self._enter("forward")
 
     def _enter(self, kind: str) -> None:
-        self._kind, self._at, self._following = kind, None, None
+        self._kind, self._at, self._following = kind, None, []
         self._orders[kind].begin()
 
     def begin_backward(self, task: int) -> None:
@@ -163,6 +169,7 @@ class Schedule:
         # Another task than before, and no forward since: a backward inside of one (a reentrant checkpoint).
         self._task = task
         self._enter("backward")
+        self._expect_small()
         engine: Any = Variable._execution_engine
         engine.queue_callback(self._end_backward)
 
@@ -172,6 +179,10 @@ class Schedule:
                 unit.complete()
         while self._moving:
             self._step_all()
+        for kind in ("reduce_scatter", "all_reduce"):  # parts of a scattered gradient may be summed over more axes
+            for (of_kind, _, _), bucket in self._buckets.items():
+                if of_kind == kind:
+                    bucket.flush()
         self._task = -1
         for unit in self.units:
             unit.busy = 0
@@ -187,6 +198,8 @@ class Schedule:
             _, handles = self._moving.popleft()
             for handle in handles:
                 handle.finish()
+        for bucket in self._buckets.values():
+            bucket.abandon()
         for unit in self.units:
             unit.drop()
 
@@ -197,6 +210,7 @@ class Schedule:
 
         So the unreduced gradients of one launch are alive in a group, beside those that are being formed.
         """
+        fresh = [(stored, gradient) for stored, gradient in fresh if not self._shares(stored, gradient)]
         if fresh:
             self._step_all()
             stages = unit.reduction(fresh)
@@ -204,6 +218,62 @@ class Schedule:
             self._continue(stages)
         if unit is self._at:
             self._gather_ahead()
+
+    def _shares(self, stored: StoredParameter, gradient: torch.Tensor) -> bool:
+        """Puts a small gradient into the bucket; False where it is to travel by itself."""
+        cap, group = stored.unit.sharding.bucket, stored.gather_group
+        if not cap or max(group.size, stored.rest_group.size) == 1:
+            return False
+        if group.size == 1:
+            gradient = stored.widened(gradient)
+            if not self._bucket("all_reduce", stored.rest_group, cap, stored).takes(gradient):
+                return False
+            self._sum(stored, gradient)
+            return True
+        bucket = self._bucket("reduce_scatter", group, cap, stored)
+        if not bucket.takes(gradient, stored.local if stored.wide(gradient) else gradient):
+            return False
+        part = stored.new_gradient(gradient).zero_()
+        bucket.add(gradient, part, partial(self._sum, stored, part))
+        return True
+
+    def _sum(self, stored: StoredParameter, gradient: torch.Tensor) -> None:
+        """Sums a small gradient, or its part, over the axes that do not split storage, and lands it."""
+        gradient, group = stored.widened(gradient), stored.rest_group
+        if group.size == 1:
+            stored.land(gradient)
+        else:
+            bucket = self._bucket("all_reduce", group, stored.unit.sharding.bucket, stored)
+            bucket.add(gradient, gradient, partial(stored.land, gradient))
+
+    def _bucket(self, kind: Kind, group: AxisGroup, cap: int, stored: StoredParameter) -> GradientBucket:
+        key = (kind, group, cap)
+        if key not in self._buckets:
+            self._buckets[key] = GradientBucket.over(stored.runtime, group, cap, kind)
+        return self._buckets[key]
+
+    def _expect_small(self) -> None:
+        """Tells the buckets what this backward may bring, so that none is larger than that."""
+        for unit in self.units:
+            for stored in unit.members:
+                cap, group = unit.sharding.bucket, stored.gather_group
+                if not cap or not stored.trains or unit.sharding.level in self.accumulating:
+                    continue
+                with trace.quiet():
+                    like = torch.empty((), dtype=stored.dtype, device=stored.local.device).expand(stored.whole_shape)
+                    total = stored.local if stored.wide(like) else like
+                if group.size > 1:
+                    bucket = self._bucket("reduce_scatter", group, cap, stored)
+                    small = bucket.takes(like, total)
+                    if small:
+                        bucket.expect(like, total)
+                    like = stored.local
+                else:
+                    small = True
+                if small and stored.rest_group.size > 1:
+                    bucket = self._bucket("all_reduce", stored.rest_group, cap, stored)
+                    if bucket.takes(like, total):
+                        bucket.expect(like, total)
 
     def _step_all(self) -> None:
         for _ in range(len(self._moving)):
@@ -220,11 +290,13 @@ class Schedule:
         for _, handles in self._moving:
             for handle in handles:
                 handle.advance()
+        for bucket in self._buckets.values():
+            bucket.advance()
 
     @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Inside, gradients of levels that are reduced once a step are put by, whole and unreduced."""
-        before, self.accumulating = self.accumulating, True
+    def accumulate(self, levels: tuple[str, ...] = ONCE_A_STEP) -> Iterator[None]:
+        """Inside, gradients of ``levels`` are put by, whole and unreduced; the next backward outside reduces them."""
+        before, self.accumulating = self.accumulating, levels
         try:
             yield
         finally:

@@ -172,7 +172,8 @@ class StoredParameter:
     @property
     def has_fresh(self) -> bool:
         """Whether something is to be reduced before this backward returns."""
-        return self._fresh is not None or (self._put_by is not None and not self.unit.schedule.accumulating)
+        held = self.unit.sharding.level in self.unit.schedule.accumulating
+        return self._fresh is not None or (self._put_by is not None and not held)
 
     def _own_fresh(self) -> torch.Tensor:
         """What was deposited, in memory that may be written to."""
@@ -194,11 +195,11 @@ class StoredParameter:
             self.unit.complete()
 
     def put_by(self) -> None:
-        """Adds what was deposited to what earlier micro-batches left, whole and unreduced."""
+        """Adds what was deposited to what earlier micro-batches left, whole and unreduced, in the stored dtype."""
         if self._fresh is None:
             return
         if self._put_by is None:
-            self._put_by = self._own_fresh()
+            self._put_by = self.widened(self._own_fresh())
             trace.note(self._put_by, "gradient")
         else:
             fresh, self._fresh = self._fresh, None

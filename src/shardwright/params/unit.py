@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwright.comm import GatheringTogether, Logged, ReducingTogether, ScatteringTogether
+from shardwright.comm import GatheringPacked, GatheringTogether, Logged, ReducingTogether, ScatteringTogether
 from shardwright.comm.groups import AxisGroup
 from shardwright.sharding import Sharding
 
@@ -44,6 +44,9 @@ class Use:
         self.stored, self.version = stored, version
 
 
+SMALL_BYTES, SMALL_SHARE = 2**16, 16
+"""W of at most so many bytes, and such a share of its unit, is gathered packed with others: a message costs more than
+to copy it."""
 FAIR_SHARE = 4
 """Gradients travel before the unit is complete once they are a fourth of its bytes, and as much is still to come."""
 
@@ -64,7 +67,7 @@ class Unit:
         self.gathered = False
         self.vacated: list[StoredParameter] = []
         self.ready: list[StoredParameter] = []
-        self._arrivals: list[GatheringTogether] = []
+        self._arrivals: list[GatheringTogether | GatheringPacked] = []
         self._seen: list[tuple[int, int]] = []
         self._stale = False
         self._operations: dict[tuple[str, AxisGroup], Logged] = {}  # of this backward: launches of one kind are one
@@ -117,11 +120,17 @@ class Unit:
                 pair = stored.part(), stored.room().data  # aliases that a graph holds must not see a write
                 by_group.setdefault(stored.gather_group, []).append(pair)
             for group, pairs in by_group.items():
-                if group.size > 1:
-                    self._arrivals.append(GatheringTogether(pairs, group, self.name, mode))
-                else:
+                if group.size == 1:
                     for part, whole in pairs:
                         whole.copy_(part)
+                    continue
+                logged = Logged()
+                large, packs = _sorted_by_size(pairs)
+                arena = self.members[0].runtime.arena
+                for pack in packs:
+                    self._arrivals.append(GatheringPacked(pack, group, self.name, mode, arena, logged))
+                if large:
+                    self._arrivals.append(GatheringTogether(large, group, self.name, mode, logged))
 
     def wait(self) -> None:
         """Until every W is there."""
@@ -170,7 +179,7 @@ class Unit:
         self.schedule.reduce(self, self.take_fresh(self.members))
         self.ready = []
         self._operations = {}
-        self._stale = self._stale or not self.schedule.accumulating
+        self._stale = self._stale or not self.schedule.accumulating  # a step of the optimizer comes next
 
     def drop(self) -> None:
         """Forgets what an aborted backward left."""
@@ -180,7 +189,7 @@ class Unit:
 
     def take_fresh(self, members: Sequence[StoredParameter]) -> list[tuple[StoredParameter, torch.Tensor]]:
         """What was deposited and is to be reduced now."""
-        if self.schedule.accumulating and self.sharding.reduced_once:
+        if self.sharding.level in self.schedule.accumulating:
             for stored in members:
                 stored.put_by()
             return []
@@ -217,6 +226,19 @@ class Unit:
             stored.land(gradient)
 
 
+def _sorted_by_size(pairs: Sequence[Pair]) -> tuple[list[Pair], list[list[Pair]]]:
+    """(part, whole) pairs that travel each for itself, and packs, one an element type, of those that are too small."""
+    every = sum(whole.nbytes for _, whole in pairs)
+    packs: dict[torch.dtype, list[Pair]] = {}
+    for pair in pairs:
+        if pair[1].nbytes <= min(SMALL_BYTES, every // SMALL_SHARE):
+            packs.setdefault(pair[1].dtype, []).append(pair)
+    kept = [pack for pack in packs.values() if len(pack) > 1]
+    packed = {id(whole) for pack in kept for _, whole in pack}
+    return [pair for pair in pairs if id(pair[1]) not in packed], kept
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 Handles = Sequence[ScatteringTogether | ReducingTogether]
 
 
