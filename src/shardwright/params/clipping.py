@@ -126,7 +126,8 @@ def _group_of(tensors: list[DTensor]) -> AxisGroup | None:
     for ranks, root in roots.items():
         if ranks == tuple(range(dist.get_world_size())):
             names = tuple(root.mesh_dim_names or ())
-            return AxisGroup(names, ranks, dist.get_rank(), dist.get_backend(), dist.group.WORLD)
+            world = dist.group.WORLD
+            return AxisGroup(names, ranks, dist.get_rank(), dist.get_backend(), world, (len(ranks),))
         return Runtime.of(root).group(root.mesh_dim_names or ())
     return None
 
