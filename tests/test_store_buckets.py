@@ -1,0 +1,161 @@
+"""Buckets inside the parameter store: what goes through them, how often, and that they leave nothing (C1–C8, C14)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dense
+import shardwright as sw
+import test_sharding
+import tiny
+from ranks import on_ranks
+from reference import assert_same
+from shardwright._rehearse import rehearse
+from test_sharding import CASES, FEW, LEVELS, counts, gradients_match, record_steps
+
+CAP = 2**13
+BUCKETED = {f"{name}, bucket": words | {"bucket": CAP} for name, words in LEVELS.items()}
+
+
+def bucketed(axes, names, poison):
+    """As ``gradients_match``, with a bucket at every level."""
+    test_sharding.LEVELS.update(BUCKETED)
+    try:
+        return gradients_match(axes, names, tuple(BUCKETED), poison)
+    finally:
+        for name in BUCKETED:
+            del test_sharding.LEVELS[name]
+
+
+def test_gradients_through_buckets_equal_dense():
+    """A8 with adapters among them; two backwards each, so what one leaves shows in the next."""
+    for axes, names, poison in (
+        ({"data": 1}, FEW[3:], False),
+        ({"data": 2}, tuple(CASES), True),
+        ({"data": 3}, FEW, False),
+        ({"replica": 2, "shard": 2}, FEW, False),
+        ({"data": 8}, FEW[-1:], False),
+    ):
+        for wrong in on_ranks(torch.Size(axes.values()).numel(), bucketed, axes, names, poison):
+            assert wrong == {}
+
+
+class Normed(nn.Sequential):
+    """``count`` blocks: a norm (two vectors of ``width``) and a linear of ``width`` × ``width`` with its bias."""
+
+    def __init__(self, count, width):
+        torch.manual_seed(0)
+        super().__init__(*(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(count)))
+
+
+def run_normed(level, count, width, cap, steps=2):
+    model = sw.shard(Normed(count, width), dense.mesh_of(data=dist.get_world_size()), level, bucket=cap)
+    return record_steps(model, torch.randn(3, width), steps)
+
+
+def greedy(sizes, room):
+    """How many bins of ``room`` bytes sizes fill, in order."""
+    bins, left = 0, 0
+    for size in sizes:
+        if size > left:
+            bins, left = bins + 1, room
+        left -= size
+    return bins
+
+
+def test_c1_small_gradients_share_and_large_ones_do_not():
+    """Linears of 48 × 48 (9,216 B) travel by themselves; vectors (192 B) by bins of cap/2, in order of arrival."""
+    for world in (2, 3, 4, 8):
+        for cap in (2**10, 2**12, 2**14):
+            padded = world * -(-48 // world) * 4
+            for trace, behind, of in on_ranks(world, run_normed, "parameters", 6, 48, cap):
+                assert behind == of
+                found = [c for c in trace.collectives if c.kind == "reduce_scatter" and c.step == 2]
+                shared = [c for c in found if c.module == "bucket"]
+                assert len(found) - len(shared) == 6
+                assert len(shared) == greedy([padded] * 18, cap // 2)
+                assert sum(c.size for c in shared) == 18 * padded
+
+
+def test_c3_no_byte_outside_of_backward_and_c4_within_the_cap():
+    for world in (2, 8):
+        for level in ("replicate", "parameters"):
+            for trace, _, _ in on_ranks(world, run_normed, level, 8, 48, 2**11):
+                assert all(point.categories["bucket"] == 0 for point in trace.points)
+                most = test_sharding.most(trace, ("bucket",), 2)
+                assert 0 < most <= 2**11 * (world + 1) // world
+
+
+def test_norms_of_all_blocks_are_reduced_in_few_operations():
+    """Without a bucket each unit's vectors travel with its matrix; with one, 18 vectors are one operation."""
+    for cap, expected in ((0, {"all_reduce": 6}), ("1MiB", {"all_reduce": 1})):
+        for trace, _, _ in on_ranks(2, run_normed, "replicate", 6, 48, cap):
+            assert counts(trace, 2) == expected
+
+
+def test_in_a_plan_a_bucket_trains_alike_and_is_rehearsed_and_a_unit_may_stay_out():
+    """B2: norm weights are partial over data and tensor: scattered over one, parts summed over the other, fused."""
+    axes = {"data": 2, "tensor": 2}
+    params = {"lm_head": {"level": "parameters", "bucket": 0}, "*": "parameters"}
+    plan = tiny.plan_of(axes, "sequence-parallel", params=params, bucket="32KiB")
+    reference = on_ranks(1, tiny.train, tiny.plan_of({"data": 1, "tensor": 1}, "replicate"), 3)[0][0]
+    for rank, (losses, real) in enumerate(on_ranks(4, tiny.train, plan, 3, 2)):
+        assert max(abs(a - b) / b for a, b in zip(losses, reference, strict=True)) <= 1e-5
+        if rank in (0, 3):
+            assert_same(rehearse(tiny.config_path(), plan, rank=rank), real)
+        found = [(c.kind, c.module, c.axes) for c in real.collectives if c.step == 2 and c.phase == "backward"]
+        assert ("reduce_scatter", "lm_head", ("data",)) in found
+        assert ("all_reduce", "bucket", ("tensor",)) in found
+        assert len([kind for kind, _, of in found if kind == "all_reduce" and of == ("tensor",)]) == 1
+
+
+def aborted():
+    """The largest error of gradients after a backward that an exception ended, with a bucket half full."""
+    case = CASES["root kept"]
+    rank = dist.get_rank()
+    model = sw.shard(test_sharding.make(case), dense.mesh_of(data=2), units=case.units, bucket=CAP)
+    losses = test_sharding.Losses(model, case)
+    loss = losses(test_sharding.batches_of(case, rank, 0, torch.float64))
+    hook = model.blocks[0].register_full_backward_pre_hook(test_sharding.fail)
+    try:
+        losses(test_sharding.batches_of(case, rank, 1, torch.float64)).backward()
+    except Exception:
+        pass
+    else:
+        raise AssertionError("nothing was raised")
+    hook.remove()
+    del loss
+    model.zero_grad()
+    losses(test_sharding.batches_of(case, rank, 0, torch.float64)).backward()
+    worst = test_sharding.worst(model, test_sharding.dense_gradients(case, 2, 0))
+    return max(worst.values()), sw.Runtime.of(dense.mesh_of(data=2)).arena.held
+
+
+def test_c7_an_aborted_backward_leaves_nothing_in_the_bucket():
+    for error, held in on_ranks(2, aborted):
+        assert error <= 1e-12 and held == 0
+
+
+def unsynchronised(level):
+    """(error of the gradients of two micro-batches, the first under no_sync; collectives of the first)."""
+    mesh, x = dense.mesh_of(data=2), [torch.randn(3, 48, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    model = sw.shard(Normed(3, 48), mesh, level, bucket="64KiB")
+    mine = x[2 * dist.get_rank() :][:2]
+    with sw.record(model) as trace:
+        with sw.no_sync(model):
+            model(mine[0]).square().sum().backward()
+        quiet = len([c for c in trace.collectives if c.kind != "all_gather"])
+        model(mine[1]).square().sum().backward()
+    whole = Normed(3, 48)
+    for each in x:
+        whole(each).square().sum().backward()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max(dense.error(a.grad.full_tensor(), b.grad) for a, b in pairs), quiet
+
+
+def test_c14_what_is_put_by_goes_through_the_bucket_at_last():
+    for level in ("replicate", "optimizer", "parameters"):
+        for error, quiet in on_ranks(2, unsynchronised, level):
+            assert error <= 1e-4 and quiet == 0
