@@ -6,10 +6,12 @@ import functools
 
 import pytest
 
+import shardwright as sw
 import tiny
 from ranks import on_ranks
 from reference import assert_same
 from shardwright._rehearse import rehearse
+from shardwright.step import record_steps
 
 LEVELS = {
     "replicate": "replicate",
@@ -94,3 +96,21 @@ def test_the_arena_that_a_rehearsal_states_is_enough_and_one_slot_less_is_not():
     smaller = {dtype: sizes[:-1] for dtype, sizes in slots.items()}
     with pytest.raises(AssertionError, match=r"[\w.]+ \(W\) asks for \d+ B of float32"):
         on_ranks(2, tiny.train, plan.evolve(arena=smaller), 2)
+
+
+def clipped(plan):
+    model, mesh = tiny.build(plan)
+    step = sw.TrainStep(model, mesh, plan, learning_rate=3e-3, max_grad_norm=0.05)
+    data = tiny.batches(plan, 4, sw.Runtime.of(mesh).group(plan.data_axes).index)
+    losses, trace = record_steps(step, data[:2])
+    return [loss.item() for loss in [*losses, *(step(micro) for micro in data[2:])]], trace
+
+
+def test_c17_clipped_steps_are_those_of_one_rank():
+    """Norm weights lie whole over one axis and split over the other; each element counts once."""
+    reference = on_ranks(1, clipped, tiny.plan_of({"data": 1, "tensor": 1}, "replicate"))[0][0]
+    assert abs(reference[-1] - single_rank_curve()[-1]) > 1e-3  # clipping does something
+    for level in ("replicate", "parameters"):
+        for losses, trace in on_ranks(4, clipped, tiny.plan_of(BOTH, "sequence-parallel", params={"*": level})):
+            assert max(abs(a - b) / b for a, b in zip(losses, reference, strict=True)) <= 1e-5
+            assert [c.kind for c in trace.collectives if c.phase == "step"] == ["all_reduce"] * 2

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwright import trace
 from shardwright._plan import Plan
 from shardwright.comm import all_reduce
+from shardwright.params.clipping import clip_grad_norm_
 from shardwright.params.placement import wrap
 
 
@@ -20,6 +21,7 @@ class FusedAdamW(torch.optim.AdamW):
     """torch's fused AdamW, called on the local parts of DTensor parameters; its state is DTensors too.
 
     The update is elementwise, so every layout computes the same one. No copy of the parameters is made.
+    max_grad_norm: a step first scales all gradients so that their 2-norm, over the whole mesh, is at most this.
     """
 
     def __init__(
@@ -29,7 +31,9 @@ class FusedAdamW(torch.optim.AdamW):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
     ):
+        self.max_grad_norm = max_grad_norm
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     @torch.no_grad()
@@ -39,6 +43,8 @@ class FusedAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.max_grad_norm is not None:
+            clip_grad_norm_([p for group in self.param_groups for p in group["params"]], self.max_grad_norm)
         for group in self.param_groups:
             held = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not held:
@@ -95,6 +101,7 @@ class TrainStep:
         learning_rate: float = 1e-3,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
+        max_grad_norm: float | None = None,
     ):
         self.model = model
         self.loss = model.loss_function.over_vocabulary
@@ -102,7 +109,9 @@ class TrainStep:
         self.accumulate: Callable[[], AbstractContextManager[None]] = (
             store.schedule.accumulate if store is not None else nullcontext
         )
-        self.optimizer = FusedAdamW(model.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+        self.optimizer = FusedAdamW(
+            model.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+        )
 
     def __call__(self, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Runs the step on [(input_ids [B,S], next-token labels [B,S])], this data rank's rows.

@@ -214,7 +214,15 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
     elif run.weights_dir is not None:
         source = from_safetensors(run.weights_dir, {module: name for name, module in model.named_modules()}, device)
     model = parallelize(model, mesh, plan, source)
-    step = TrainStep(model, mesh, plan, learning_rate=run.learning_rate, weight_decay=run.weight_decay, betas=run.betas)
+    step = TrainStep(
+        model,
+        mesh,
+        plan,
+        learning_rate=run.learning_rate,
+        weight_decay=run.weight_decay,
+        betas=run.betas,
+        max_grad_norm=run.max_grad_norm,
+    )
 
     def batches(source: TokenStream, number: int, count: int) -> MicroBatches:
         drawn = (

@@ -156,6 +156,11 @@ class Run(BaseModel):
     steps: int = Field(ge=1, description="optimizer steps")
     learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's step size, without a unit")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay, without a unit")
+    max_grad_norm: float | None = Field(
+        default=None,
+        gt=0,
+        description="2-norm over the whole mesh to which gradients are clipped, without a unit; null: not clipped",
+    )
     betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.95),
         strict=False,
