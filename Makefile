@@ -55,7 +55,7 @@ $(VENV)/installed-dev: pyproject.toml $(VENV)/installed-torch
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/installed-test $(VENV)/installed
 
-# megatron-core is a peer to measure against; what it needs for its linears is here already.
+# Peers to measure against; what they need here is there already.
 $(VENV)/installed-bench: $(VENV)/installed
-	$(PIP) --no-deps megatron-core==0.16.1
+	$(PIP) --no-deps megatron-core==0.16.1 fairscale==0.4.13
 	touch $@

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dense
 import shardwright as sw
@@ -201,6 +205,17 @@ def test_sums_are_bitwise_those_of_a_reduce_scatter_of_its_own(n):
     assert all(on_ranks(n, bits))
 
 
+def drop_a_pass(bucket, gradients, destinations):
+    """Nothing is held afterwards, and nobody hears that anything has landed."""
+    arena, landed = Runtime.of(line()).arena, []
+    for number, pair in enumerate(zip(gradients, destinations, strict=True)):
+        bucket.add(*pair, lambda number=number: landed.append(number))
+    before, alone = list(landed), dist.get_world_size() == 1
+    assert (arena.held > 0) != alone and (len(before) < len(gradients)) != alone
+    bucket.abandon()
+    assert arena.held == 0 and landed == before
+
+
 def accumulated(kind):
     """Two passes into the same destinations, flushes at odd places, and one that drops all in between."""
     bucket, other = (sw.GradientBucket(2 * KIB, axes=line(), kind=kind) for _ in range(2))
@@ -213,14 +228,8 @@ def accumulated(kind):
             if number == 4:
                 other.flush()
                 order.append("flushed")
-        lost = [empty_for(gradient, kind) for gradient in gradients * 4]
-        held = Runtime.of(line()).arena
         bucket.flush()
-        for pair in zip(gradients * 4, lost, strict=True):
-            bucket.add(*pair)
-        assert (held.held > 0) == (dist.get_world_size() > 1)
-        bucket.abandon()
-        assert held.held == 0
+        drop_a_pass(bucket, gradients * 4, [empty_for(gradient, kind) for gradient in gradients * 4])
     bucket.flush()
     wholes = [summed(shape, i) for i, shape in enumerate(SHAPES)]
     expected = [2 * (mine(whole) if kind == "reduce_scatter" else whole) for whole in wholes]
@@ -248,6 +257,23 @@ def in_place():
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_all_reduced_gradient_may_become_its_own_sum(n):
     assert all(on_ranks(n, in_place))
+
+
+def one_destination(kind):
+    """Several gradients of one bin may have one destination: micro-batches, say."""
+    bucket = sw.GradientBucket(4 * KIB, axes=line(), kind=kind)
+    gradients = [gradient_of((5, 3), dist.get_rank(), i) for i in range(4)]
+    total = empty_for(gradients[0], kind)
+    for gradient in gradients:
+        bucket.add(gradient, total)
+    bucket.flush()
+    whole = sum(summed((5, 3), i) for i in range(4))
+    return torch.equal(total.double(), mine(whole) if kind == "reduce_scatter" else whole)
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+def test_several_gradients_may_land_in_one_place(kind):
+    assert all(on_ranks(3, one_destination, kind))
 
 
 def chained():
@@ -356,7 +382,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
 def references():
     bucket = sw.GradientBucket(KIB, axes=line())
     gradient, destination = torch.ones(4), torch.zeros(2)
-    alive = [weakref.ref(each) for each in (gradient, destination)]
+    alive = [weakref.ref(each.untyped_storage()) for each in (gradient, destination)]
     bucket.add(gradient, destination)
     bucket.flush()
     owned = destination.untyped_storage().nbytes() == destination.nbytes
@@ -389,6 +415,50 @@ def test_released_and_unwritten_memory_is_never_read(n):
     assert on_ranks(n, poisoned, SHAPES * 3) == [[True, True]] * n
 
 
+def whole_record(mesh, kind, dtype, total, reduce_dtype):
+    """Every event of two rounds: bins, and packed collectives with leased buffers."""
+    runtime = Runtime.of(mesh)
+    bucket = sw.GradientBucket(KIB, axes=mesh, kind=kind, reduce_dtype=reduce_dtype)
+    gradients = [torch.zeros(shape, dtype=dtype) for shape in SHAPES * 3]
+    destinations = [empty_for(gradient, kind, total) for gradient in gradients]
+    parts = [mine(gradient).clone() for gradient in gradients]
+    group = runtime.group(("data",))
+    with record(*gradients, *destinations, *parts) as trace:
+        for _ in range(2):
+            for pair in zip(gradients, destinations, strict=True):
+                bucket.advance()
+                bucket.add(*pair)
+            bucket.flush()
+            GatheringPacked(list(zip(parts, gradients, strict=True)), group, "a", "async", runtime.arena).finish()
+            ReducingPacked(gradients, group, "b", "async", wide=True, arena=runtime.arena).finish()
+    return trace.events, trace.storages
+
+
+def recorded_really(*how):
+    return whole_record(line(), *how)
+
+
+def recorded_in_rehearsal(rank, world, *how):
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+        Runtime.of(mesh)
+        with FakeTensorMode():
+            return whole_record(mesh, *how)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_rehearsal_records_what_a_run_does(n, reduce_dtype, kind):
+    how = kind, torch.bfloat16, torch.bfloat16, reduce_dtype
+    real = on_ranks(n, recorded_really, *how)
+    for rank in (0, n - 1):
+        assert recorded_in_rehearsal(rank, n, *how) == real[rank]
+
+
 def as_on_nccl(shapes, kind, dtype, total):
     """What is declared NCCL takes its collectives, here over gloo, and sums in the type that travels."""
     runtime = Runtime(line(), "nccl")
@@ -396,7 +466,16 @@ def as_on_nccl(shapes, kind, dtype, total):
     bucket = sw.GradientBucket.over(runtime, group, 2 * KIB, kind)
     gradients = [gradient_of(shape, dist.get_rank(), i, dtype) for i, shape in enumerate(shapes)]
     destinations = [empty_for(gradient, kind, total) for gradient in gradients]
-    with record(*gradients, *destinations) as trace:
+    reduce_scatter = dist.reduce_scatter_tensor
+
+    def in_place(output, whole, **how):
+        assert output.data_ptr() == whole.data_ptr() + dist.get_rank() * output.nbytes
+        return reduce_scatter(output, whole, **how)
+
+    with (
+        record(*gradients, *destinations) as trace,
+        mock.patch.object(dist, "reduce_scatter_tensor", in_place),
+    ):
         for pair in zip(gradients, destinations, strict=True):
             bucket.add(*pair)
         bucket.flush()
@@ -461,23 +540,11 @@ def test_small_gathers_travel_as_one_message_to_each_rank(n, dtype, leased):
 
 def messages(packed: bool) -> int:
     """How many sends this rank makes to gather all."""
-    count = 0
-    real = dist.isend
-
-    def counting(*args, **kwargs):
-        nonlocal count
-        count += 1
-        return real(*args, **kwargs)
-
-    dist.isend = counting
-    try:
-        group = Runtime.of(line()).group(("data",))
-        pairs = [(torch.ones(2), torch.zeros(2 * group.size)) for _ in range(10)]
-        kind = GatheringPacked if packed else GatheringTogether
-        kind(pairs, group, "", "blocking").finish()
-    finally:
-        dist.isend = real
-    return count
+    group = Runtime.of(line()).group(("data",))
+    pairs = [(torch.ones(2), torch.zeros(2 * group.size)) for _ in range(10)]
+    with mock.patch.object(dist, "isend", side_effect=dist.isend) as sends:
+        (GatheringPacked if packed else GatheringTogether)(pairs, group, "", "blocking").finish()
+    return sends.call_count
 
 
 def test_ten_small_gathers_are_one_message_a_peer():

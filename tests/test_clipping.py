@@ -192,8 +192,22 @@ def unchanged_groups():
     before = len(dist.distributed_c10d._world.pg_map)
     for _ in range(5):
         sw.clip_grad_norm_(parameters, 1.0)
+        assert sw.grad_norm(parameters[-1:]) > 0  # a mesh without names
     return len(dist.distributed_c10d._world.pg_map) - before
 
 
 def test_clipping_makes_no_groups():
     assert on_ranks(4, unchanged_groups) == [0] * 4
+
+
+def on_a_half():
+    """A mesh over some of the ranks: they alone take part."""
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    half = DeviceMesh.from_group(pair.get_group("b"), "cpu", mesh_dim_names=("b",))
+    scale = 1.0 + pair.get_local_rank("a")
+    ones = torch.full((8,), scale, dtype=torch.float64)
+    return sw.grad_norm([placed(ones, half, (S(0),)), placed(ones, half, (R,))]).item()
+
+
+def test_a_mesh_over_some_of_the_ranks():
+    assert on_ranks(4, on_a_half) == pytest.approx([4.0, 4.0, 8.0, 8.0])

@@ -84,10 +84,6 @@ class _Bin:
         """What is filled: [lanes, used]."""
         return self.buffer[:, : self.used]
 
-    @property
-    def destinations(self) -> list[torch.Tensor]:
-        return [piece.destination for piece in self.pieces]
-
     def take(self, gradient: torch.Tensor, piece: _Piece) -> None:
         """Copies the gradient behind what is there, each rank's rows into its lane."""
         place = self.buffer[:, self.used : self.used + piece.length]
@@ -101,10 +97,21 @@ class _Bin:
         if rows % each:
             place[whole, : rows % each].copy_(gradient[whole * each :])
 
-    def parts(self, lane: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's elements of every gradient in a lane [used], as views."""
+    def land(self, lane: torch.Tensor) -> None:
+        """Adds this rank's elements of a lane [used] to the destinations."""
         sizes = [size for piece in self.pieces for size in (piece.own, piece.length - piece.own)]
-        return list(lane.split(sizes))[::2]
+        targets, parts = [piece.destination for piece in self.pieces], lane.split(sizes)[::2]
+        if self.apart:
+            torch._foreach_add_(targets, parts)
+        else:  # one call would add several parts to one destination at once
+            for target, part in zip(targets, parts, strict=True):
+                target.add_(part)
+
+    @property
+    def apart(self) -> bool:
+        """Whether no two gradients have one destination."""
+        places = {(id(each.destination.untyped_storage()), each.destination.storage_offset()) for each in self.pieces}
+        return len(places) == len(self.pieces)
 
 
 class _Travelling(Protocol):
@@ -130,28 +137,34 @@ class _Exchange:
         self._bin, self._group, self._arena = full, group, arena
         n, me = group.size, group.index
         self._own = lanes[me]
-        self._targets = full.destinations
         self._leases = [full.buffer]
+        self._sums: torch.Tensor | None = None
         if full.total is None:
             shape = (min(2, n - 1), full.used)
             self._leases.append(arena.lease(shape, lanes.dtype, lanes.device, "bucket", f"{MODULE} (arrivals)"))
             slots = list(self._leases[1].unbind(0))
         else:
-            self._leases.append(arena.lease((full.used,), full.total, lanes.device, "bucket", f"{MODULE} (sums)"))
-            self._targets = [self._leases[1].copy_(self._own)]
+            self._sums = arena.lease((full.used,), full.total, lanes.device, "bucket", f"{MODULE} (sums)")
+            self._leases.append(self._sums.copy_(self._own))
             slots = [self._own]
         self._tag = next(group.tags)
         self._sources = [(me + step) % n for step in range(1, n)]
-        self._arrivals: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
+        self._arrivals: list[tuple[dist.Work, torch.Tensor]] = []
         for slot in slots:
-            self._await(slot, [slot] if full.total is not None else full.parts(slot))
+            self._await(slot)
         peers = [(me - step) % n for step in range(1, n)]
         self._sends = [send(lanes[peer], peer, group, self._tag) for peer in peers]
 
-    def _await(self, slot: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    def _await(self, slot: torch.Tensor) -> None:
         if self._sources:
             work = receive(slot, self._sources.pop(0), self._group, self._tag)
-            self._arrivals.append((work, slot, parts))
+            self._arrivals.append((work, slot))
+
+    def _take(self, lane: torch.Tensor) -> None:
+        if self._sums is None:
+            self._bin.land(lane)
+        else:
+            self._sums.add_(lane)
 
     def advance(self) -> None:
         self._advance(keep=True)
@@ -160,20 +173,18 @@ class _Exchange:
         if not self._arrivals:
             return
         trace.waited("reduce_scatter", self._group.axes, MODULE)
-        arrival, slot, parts = self._arrivals.pop(0)
+        arrival, slot = self._arrivals.pop(0)
         arrival.wait()
         del arrival  # gloo's handles hold their tensors: let go of them in a fixed order
         if keep:
-            torch._foreach_add_(self._targets, parts)
-        self._await(slot, parts)
+            self._take(slot)
+        self._await(slot)
 
     def finish(self, keep: bool) -> None:
         while self._arrivals:
             self._advance(keep)
-        if keep and self._bin.total is None:
-            torch._foreach_add_(self._targets, self._bin.parts(self._own))
-        elif keep:
-            torch._foreach_add_(self._bin.destinations, self._bin.parts(self._targets[0]))
+        if keep:
+            self._bin.land(self._own if self._sums is None else self._sums)
         for sent in self._sends:
             sent.wait()
         self._sends = []
@@ -198,7 +209,7 @@ class _OnNccl:
         trace.waited("reduce_scatter", self._group.axes, MODULE)
         self._work.wait()
         if keep:
-            torch._foreach_add_(self._bin.destinations, self._bin.parts(self._own[: self._bin.used]))
+            self._bin.land(self._own[: self._bin.used])
         self._arena.end(self._bin.buffer)
 
 
@@ -216,7 +227,7 @@ class _AllReduce:
     def finish(self, keep: bool) -> None:
         self._reducing.finish()
         if keep:
-            torch._foreach_add_(self._bin.destinations, self._bin.parts(self._lane))
+            self._bin.land(self._lane)
         self._arena.end(self._bin.buffer)
 
 

@@ -1,0 +1,172 @@
+"""What a gradient bucket costs and buys where a model has many small parameters: time, collectives, memory by phase.
+
+    python bench/bucket.py [--quick] [--hosts-by-ranks 2x1 2x2] [--rates 1 4] [--caps 0 1MiB 5MiB 25MiB 100MiB]
+
+As root, on Linux with iproute2, and with fairscale 0.4.13: bench/netlab.sh starts this file once more as each rank.
+Every variant's gradients are first compared with the means of the unsharded model's, and its third step is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bucket_table import markdown
+from bucket_variants import Task, every_variant
+from sharding import TOLERANCE, mean_gradients, recorded
+from sharding_variants import Variant
+from timing import Patience, limit, measure, turns, write
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwright as sw
+from shardwright.trace import PHASES, Alloc, Free, Mark, Op
+
+HERE = Path(__file__).parent
+STANDING = ("parameter", "buffer", "gradient", "optimizer")
+COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall", "send")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--blocks", type=int, default=8, help="each has a matrix and 25 norms and biases")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=256, help="rows of each rank")
+    parser.add_argument("--caps", nargs="+", default=["0", "1MiB", "5MiB", "25MiB", "100MiB"])
+    parser.add_argument("--hosts-by-ranks", nargs="+", default=["2x1", "2x2"], metavar="HxR")
+    parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 4.0], help="Gbit/s that a host sends")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="2 ranks, 1 Gbit/s, 3 rounds, an eighth of the tokens")
+    parser.add_argument("--patience", type=float, default=60, help="seconds a row may wait for other programs to pause")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/bucket.json"))
+    options = parser.parse_args()
+    if options.quick:
+        options.hosts_by_ranks, options.rates = options.hosts_by_ranks[:1], [1.0]
+        options.rounds, options.tokens = min(options.rounds, 3), options.tokens // 8
+    return options
+
+
+def main() -> int:
+    """Runs every row in its own namespaces, joins the results and prints the table."""
+    options = arguments()
+    keys = ("blocks", "width", "tokens", "rounds", "patience")
+    results: dict[str, Any] = {
+        "task": {key: getattr(options, key) for key in keys},
+        "software": {"python": platform.python_version(), "torch": torch.__version__},
+        "groups": [],
+    }
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **quiet, "PYTHON": sys.executable}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.hosts_by_ranks:
+            hosts, ranks = name.split("x")
+            part = Path(folder, f"{name}.json")
+            given = [f"--{key}={value}" for key, value in results["task"].items()]
+            given += ["--caps", *options.caps, "--rates", *map(str, options.rates), "--out", str(part)]
+            command = [HERE / "netlab.sh", hosts, ranks, f"{options.rates[0]}gbit", HERE / "bucket.py", *given]
+            subprocess.run([str(word) for word in command], env=environment, check=True)
+            shape = {"hosts": int(hosts), "ranks": int(ranks), "cores": os.cpu_count()}
+            results["groups"].append({**shape, **json.loads(part.read_text())})
+    results["seconds"] = round(time.monotonic() - began)
+    write(options.out, results)
+    print(markdown(results))
+    return 0
+
+
+def work() -> None:
+    """Measures all variants at all rates; rank 0 writes what was found."""
+    options = arguments()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    task = Task.draw(options.blocks, options.width, options.tokens)
+    limit(40.0)
+    variants = every_variant(task, mesh, options.caps)
+    expected = mean_gradients(variants[0])
+    found = [{"name": v.name, "family": v.family, **inspect(v, expected), "timed": {}} for v in variants]
+    for rate in options.rates:
+        limit(rate)
+        patience = Patience(options.patience)
+        for step in range(options.rounds):
+            for place in turns(len(variants), step):
+                times = found[place]["timed"].setdefault(f"{rate:g}", {})
+                for key, value in measure(variants[place], patience).items():
+                    times.setdefault(key, []).append(value)
+    if dist.get_rank() == 0:
+        write(options.out, {"variants": found})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def inspect(variant: Variant, expected: list[torch.Tensor]) -> dict[str, Any]:
+    """How far the gradients are from the means; then of a recorded step, the most of any rank:
+
+    collectives: how many (ours by the trace; those of others by the calls of torch's communication operators), and
+    reductions: those of them that are not gathers; launches: all calls of those operators, sends included. peak: bytes,
+    by phase. carried: the most bytes alive at once in storages that carry communication and are neither parameters,
+    gradients nor states; outside: what of them is left after the optimizer's step.
+    """
+    error = 0.0
+    if variant.family != "compute":
+        for gradient, mean in zip(variant.gradients(), expected, strict=True):
+            error = max(error, float((gradient - mean).norm() / mean.norm()))
+    for _ in range(2):  # DDP settles its buckets in the second
+        variant.step()
+    with recorded(variant) as (trace, carriers):
+        variant.step()
+    launched = _launched(trace)
+    kinds = [each.kind for each in trace.collectives] or launched
+    carried, outside = _carried(trace, carriers)
+    peaks = {f"peak in {phase}": trace.phase_peaks.get(phase, 0) for phase in PHASES}
+    numbers = {
+        "error": error,
+        "collectives": len(kinds),
+        "reductions": len([kind for kind in kinds if "gather" not in kind]),
+        "launches": len(launched),
+        "peak": trace.peak_bytes,
+        **peaks,
+        "carried": carried,
+        "outside": outside,
+    }
+    worst = torch.tensor(list(numbers.values()), dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if not worst[0] < TOLERANCE:
+        raise SystemExit(f"{variant.name}: found gradients {worst[0]:.1e} from the means")
+    return dict(zip(numbers, worst.tolist(), strict=True))
+
+
+def _launched(trace: sw.Trace) -> list[str]:
+    """The communication operators called."""
+    names = [event.name.split(".")[1] for event in trace.events if isinstance(event, Op) and "c10d." in event.name]
+    return [name for name in names if any(kind in name for kind in COLLECTIVES)]
+
+
+def _carried(trace: sw.Trace, carriers: set[int]) -> tuple[int, int]:
+    """(the most bytes of ``carriers`` alive at once, those left after the step), what stands in any case aside."""
+    alive = most = outside = 0
+    for event in trace.events:
+        if isinstance(event, Alloc | Free) and event.storage in carriers:
+            storage = trace.storages[event.storage]
+            if storage.category not in STANDING:
+                alive += storage.bytes if isinstance(event, Alloc) else -storage.bytes
+                most = max(most, alive)
+        elif isinstance(event, Mark) and event.point in ("after step", "done"):
+            outside = max(outside, alive)
+    return most, outside
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        work()
+    else:
+        sys.exit(main())
