@@ -98,7 +98,7 @@ def test_norms_of_all_blocks_are_reduced_in_few_operations():
 def test_in_a_plan_a_bucket_trains_alike_and_is_rehearsed_and_a_unit_may_stay_out():
     """B2: norm weights are partial over data and tensor: scattered over one, parts summed over the other, fused."""
     axes = {"data": 2, "tensor": 2}
-    params = {"lm_head": {"level": "parameters", "bucket": 0}, "*": "parameters"}
+    params = {"model.norm": {"level": "parameters", "bucket": 0}, "*": "parameters"}
     plan = tiny.plan_of(axes, "sequence-parallel", params=params, bucket="32KiB")
     reference = on_ranks(1, tiny.train, tiny.plan_of({"data": 1, "tensor": 1}, "replicate"), 3)[0][0]
     for rank, (losses, real) in enumerate(on_ranks(4, tiny.train, plan, 3, 2)):
@@ -106,9 +106,9 @@ def test_in_a_plan_a_bucket_trains_alike_and_is_rehearsed_and_a_unit_may_stay_ou
         if rank in (0, 3):
             assert_same(rehearse(tiny.config_path(), plan, rank=rank), real)
         found = [(c.kind, c.module, c.axes) for c in real.collectives if c.step == 2 and c.phase == "backward"]
-        assert ("reduce_scatter", "lm_head", ("data",)) in found
+        assert ("reduce_scatter", "model.norm", ("data",)) in found
         assert ("all_reduce", "bucket", ("tensor",)) in found
-        assert len([kind for kind, _, of in found if kind == "all_reduce" and of == ("tensor",)]) == 1
+        assert len([kind for kind, _, of in found if kind == "all_reduce" and of == ("tensor",)]) == 2
 
 
 def aborted():
@@ -117,7 +117,6 @@ def aborted():
     rank = dist.get_rank()
     model = sw.shard(test_sharding.make(case), dense.mesh_of(data=2), units=case.units, bucket=CAP)
     losses = test_sharding.Losses(model, case)
-    loss = losses(test_sharding.batches_of(case, rank, 0, torch.float64))
     hook = model.blocks[0].register_full_backward_pre_hook(test_sharding.fail)
     try:
         losses(test_sharding.batches_of(case, rank, 1, torch.float64)).backward()
@@ -126,7 +125,6 @@ def aborted():
     else:
         raise AssertionError("nothing was raised")
     hook.remove()
-    del loss
     model.zero_grad()
     losses(test_sharding.batches_of(case, rank, 0, torch.float64)).backward()
     worst = test_sharding.worst(model, test_sharding.dense_gradients(case, 2, 0))
@@ -139,23 +137,24 @@ def test_c7_an_aborted_backward_leaves_nothing_in_the_bucket():
 
 
 def unsynchronised(level):
-    """(error of the gradients of two micro-batches, the first under no_sync; collectives of the first)."""
+    """(error of the gradients of two micro-batches, the first under no_sync; how many reductions they took)."""
     mesh, x = dense.mesh_of(data=2), [torch.randn(3, 48, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     model = sw.shard(Normed(3, 48), mesh, level, bucket="64KiB")
     mine = x[2 * dist.get_rank() :][:2]
     with sw.record(model) as trace:
         with sw.no_sync(model):
             model(mine[0]).square().sum().backward()
-        quiet = len([c for c in trace.collectives if c.kind != "all_gather"])
         model(mine[1]).square().sum().backward()
     whole = Normed(3, 48)
     for each in x:
         whole(each).square().sum().backward()
     pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    return max(dense.error(a.grad.full_tensor(), b.grad) for a, b in pairs), quiet
+    error = max(dense.error(a.grad.full_tensor(), b.grad) / b.grad.abs().max().item() for a, b in pairs)
+    return error, len([c for c in trace.collectives if c.kind != "all_gather"])
 
 
 def test_c14_what_is_put_by_goes_through_the_bucket_at_last():
+    """All gradients together are smaller than a bin."""
     for level in ("replicate", "optimizer", "parameters"):
-        for error, quiet in on_ranks(2, unsynchronised, level):
-            assert error <= 1e-4 and quiet == 0
+        for error, reductions in on_ranks(2, unsynchronised, level):
+            assert error <= 1e-5 and reductions == 1
