@@ -19,7 +19,7 @@ demo: $(VENV)/installed
 	$(BIN)/shardwright demo $(DEMO_ARGS)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
 fuzz: $(VENV)/installed-test
 	$(BIN)/python tests/fuzz.py --draws $(FUZZ)

@@ -204,12 +204,13 @@ def test_save_and_load(tmp_path):
     [
         b"",
         b"text",
-        gzip.compress(b"{}"),
-        gzip.compress(b"[1"),
+        gzip.compress(b"{}", mtime=0),
+        gzip.compress(b"[1", mtime=0),
         gzip.compress(
             json.dumps(
                 {"format": "shardwright.trace", "version": 99, "events": [], "storages": [], "saved": [], "arena": {}}
-            ).encode()
+            ).encode(),
+            mtime=0,
         ),
     ],
 )
