@@ -1,5 +1,5 @@
 # make demo: the whole job on this machine.  make test: every test.  make lint, make types: what CI checks besides.
-# make bench-linear, bench-sharding: step time, hidden communication and memory over slow links (as root;
+# make bench-linear, bench-grid, bench-sharding: step time, bytes on the wire and memory over slow links (as root;
 # docs/benchmarks.md).
 # make fuzz: FUZZ random products on real ranks against dense float64.
 # Each target makes the virtual environment it needs; it is installed again only when pyproject.toml changes.
@@ -13,7 +13,7 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 FUZZ ?= 10000
 
-.PHONY: demo test fuzz lint types bench-linear bench-sharding
+.PHONY: demo test fuzz lint types bench-linear bench-grid bench-sharding
 
 demo: $(VENV)/installed
 	$(BIN)/shardwright demo $(DEMO_ARGS)
@@ -26,6 +26,9 @@ fuzz: $(VENV)/installed-test
 
 bench-linear: $(VENV)/installed-bench
 	$(BIN)/python bench/linear.py $(BENCH_ARGS)
+
+bench-grid: $(VENV)/installed-bench-grid
+	$(BIN)/python bench/grid.py $(BENCH_ARGS)
 
 bench-sharding: $(VENV)/installed
 	$(BIN)/python bench/sharding.py $(BENCH_ARGS)
@@ -58,4 +61,9 @@ $(VENV)/installed-dev: pyproject.toml $(VENV)/installed-torch
 # megatron-core is a peer to measure against; what it needs for its linears is here already.
 $(VENV)/installed-bench: $(VENV)/installed
 	$(PIP) --no-deps megatron-core==0.16.1
+	touch $@
+
+# So is axonn; its linears need torch and numpy only.
+$(VENV)/installed-bench-grid: $(VENV)/installed
+	$(PIP) --no-deps axonn==0.2.0
 	touch $@
