@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
+from collections import Counter
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 import counting
 import dense
+import fuzz
 import grids
 import shardwright as sw
 from ranks import on_ranks
@@ -193,6 +200,7 @@ OTHERS = {
     "words by axis": sw.GridLayout(n=("i", "j"), k="l", x={"i": "replicated", "j": "sharded"}, y="replicated"),
     "words of y by axis": sw.GridLayout(n="i", k=("j", "l"), y={"j": "sharded", "l": "replicated"}),
     "features out": sw.GridLayout(m="i", n="j", k="l", x="replicated", w="sharded", y="sharded-features"),
+    "features of X over j": sw.GridLayout(n=("j", "l"), k="i", x={"j": "sharded-features", "l": "replicated"}),
     "hybrid": sw.GridLayout(m=("i", "j"), n="l", w={"i": "sharded", "j": "replicated"}),
     "all of storage": sw.GridLayout(m=("i", "j", "l"), w="sharded"),
     "idle axes": sw.GridLayout(m="j", w="sharded"),
@@ -211,7 +219,7 @@ def test_any_roles_words_and_idle_axes(name):
 @pytest.mark.parametrize("overlap", ["async", "ring"])
 @pytest.mark.parametrize("name", grids.DESIGNS)
 def test_modes_agree_on_a_grid(name, overlap):
-    """Same collectives in each phase, same results; what a mode cannot overlap runs, and is called, blocking."""
+    """Same collectives in each phase, same results; all that travels for design 1 overlaps."""
     axes = GRIDS[0]
     for kind in grids.KINDS:
         plain = on_ranks(8, grids.run, grids.layout_of(name, kind, chunks=2), axes, EVEN)
@@ -222,10 +230,48 @@ def test_modes_agree_on_a_grid(name, overlap):
             assert sorted(grids.logged(first)) == sorted(grids.logged(second))
             modes = {(c.phase, c.kind, c.axes): c.mode for c in second.collectives}
             if name == "grid-scatter":
-                assert modes["forward", "all_gather", layout.n] == overlap
-                assert modes["forward", "reduce_scatter", layout.k] == "blocking"
-                assert modes["backward", "reduce_scatter", layout.n] == overlap
+                for phase, gathered, scattered in (
+                    ("forward", layout.n, layout.k),
+                    ("backward", layout.k, layout.n),
+                ):
+                    assert modes[phase, "all_gather", gathered] == overlap
+                    assert modes[phase, "reduce_scatter", scattered] == overlap
+                assert modes["backward", "all_gather", layout.n] == overlap
             assert modes["forward", "all_gather", layout.m] == "async"
+            assert first.saved_bytes == second.saved_bytes
+            assert sum(c.sent for c in first.collectives) == sum(c.sent for c in second.collectives)
+
+
+@pytest.mark.parametrize("axes", GRIDS[:4], ids=named)
+@pytest.mark.parametrize("overlap", ["async", "ring"])
+def test_design_1_overlapped_equals_dense(overlap, axes):
+    for kind, (sizes, chunks) in itertools.product(grids.KINDS, ((UNEVEN, 0), (EVEN, 0), (UNEVEN, 3), ((5, 2, 3), 1))):
+        layout = grids.layout_of("grid-scatter", kind, overlap=overlap, chunks=chunks)
+        for error, _, trace in on_ranks(world(axes), grids.run, layout, axes, sizes, True, 2, 2, True):
+            assert error <= 1e-12
+            over = [c.axes for c in trace.collectives if c.phase == "forward" and c.kind == "reduce_scatter"]
+            assert over == [layout.k] * 2 * (axes[layout.k[0]] > 1)  # one for each linear, whatever the strips
+
+
+def in_bfloat16(axes, kind, overlap, chunks, recompute):
+    """A draw of design 1 whose twin in blocking mode must agree bit for bit (fuzz.errors raises where it does not)."""
+    fields = grids.layout_of("grid-scatter", kind).to_dict()
+    names = dict(zip(axes, ("data", "tensor", "depth"), strict=True))
+    roles = {role: [names[axis] for axis in fields[role]] for role in "mnk"} | {"w": "sharded"}
+    draw = next(draw for number in itertools.count() if (draw := fuzz.make(1, number)).form == "any")
+    return dataclasses.replace(
+        draw, roles=json.dumps(roles), overlap=overlap, chunks=chunks, recompute=recompute, dtype="bfloat16", k=24,
+        data=axes["i"], tensor=axes["j"], depth=axes["l"], tokens=42, n=(20, 9), frozen=(), save_x="shard",
+        reduce_dtype="same", bias=True, unused=False, passes=1, poison=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("axes", GRIDS[:4], ids=named)
+def test_a4_modes_that_cut_alike_agree_bit_for_bit(axes):
+    choices = itertools.product(grids.KINDS, ("async", "ring"), (1, 2, 3), (False, True))
+    draws = [in_bfloat16(axes, *choice) for choice in choices]
+    assert all(fuzz.twin(draw) is not None for draw in draws)
+    on_ranks(world(axes), fuzz.check, draws)
 
 
 def whole_order(layout, axes):
@@ -259,6 +305,86 @@ def test_a20_gathers_of_w_and_x_fly_together(overlap):
             dw = ("backward", "reduce_scatter", layout.m)
             products = [place for place, event in enumerate(order) if event[0] == "product"]
             assert max(products) < at(("issue", *dw)) < at(("wait", *dw))
+
+
+@pytest.mark.parametrize("overlap", ["async", "ring"])
+def test_a7_design_1_multiplies_while_y_and_dy_travel(overlap):
+    for kind in grids.KINDS:
+        layout = grids.layout_of("grid-scatter", kind, overlap=overlap)
+        for order in on_ranks(8, whole_order, layout, GRIDS[0]):
+
+            def places(*event, order=order):
+                return [place for place, found in enumerate(order) if found == event]
+
+            x, y = ("forward", "all_gather", layout.n), ("forward", "reduce_scatter", layout.k)
+            products = places("product", "forward")
+            assert products[0] < places("wait", *x)[0]  # the own rows of X, while the others come
+            (sent,), landed = places("issue", *y), places("wait", *y)
+            assert len(landed) == 4  # strips
+            for begun, landing in zip([sent, *landed], landed, strict=False):  # the next is sent when one has landed
+                assert landing == landed[-1] or any(begun < product < landing for product in products)
+            dy, x, dx = (("backward", "all_gather", layout.k), ("backward", "all_gather", layout.n),
+                         ("backward", "reduce_scatter", layout.n))  # fmt: skip
+            products, issued = places("product", "backward"), places("issue", *dx)[0]
+            assert places("issue", *dy)[0] < products[0]
+            if overlap == "async":
+                assert places("issue", *dy)[0] < places("issue", *x)[0] < products[0] < places("wait", *dy)[0]
+                assert max(places("wait", *dy) + places("wait", *x)) < issued
+                after = order[issued + 1 :]
+                assert after[0] == ("product", "backward") and ("wait", *dx) in after
+
+
+def test_where_x_is_kept_gathered_y_travels_blocking():
+    layout = grids.layout_of("grid-scatter", "column", overlap="async", save_x="gathered")
+    for error, _, trace in on_ranks(8, grids.run, layout, GRIDS[0], EVEN):
+        assert error <= 1e-12
+        modes = {(c.phase, c.kind, c.axes): c.mode for c in trace.collectives}
+        assert modes["forward", "all_gather", layout.n] == "async"
+        assert modes["forward", "reduce_scatter", layout.k] == modes["backward", "all_gather", layout.k] == "blocking"
+
+
+def replayed(overlap, norm):
+    """Collectives and gradients of design 1's MLP, with and without recomputation; norm: its end needs Y's value."""
+    mesh, answers = dense.mesh_of(**GRIDS[0]), []
+    torch.manual_seed(0)
+    shapes = (("column", 16, 64), ("row", 64, 16))
+    up, down = (
+        sw.GridLinear.from_dense(
+            torch.nn.Linear(k, n, dtype=torch.float64), grids.layout_of("grid-scatter", kind, overlap=overlap), mesh
+        )
+        for kind, k, n in shapes
+    )
+    block = torch.nn.Sequential(up, torch.nn.GELU(), down, *([torch.nn.GELU()] if norm else []))
+    arena = sw.Runtime.of(mesh).arena
+    arena.poison = True
+    for again in (False, True):
+        block.zero_grad()
+        x = dense.part(dense.random(64, 16, seed=9), mesh, up.input_placements).requires_grad_()
+        with sw.record(block) as trace:
+            y = checkpoint(block, x, use_reentrant=False) if again else block(x)
+            y.square().sum().backward()
+        moves = Counter((c.kind, c.axes) for c in trace.collectives if c.size > 1000)
+        grads = [x.grad, *(parameter.grad.to_local().clone() for parameter in block.parameters())]
+        answers.append((moves, grads))
+    arena.poison = False
+    return answers, arena.held
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a14_a_replay_stops_before_y_is_reduced(norm):
+    """Async as blocking: what the replay gathers of X, backward takes. A ring keeps nothing, and gathers again."""
+    counts = {}
+    for overlap in ("blocking", "async", "ring"):
+        for ((plain, a), (again, b)), held in on_ranks(8, replayed, overlap, norm):
+            assert held == 0
+            assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+            scatters = {move: count for move, count in (again - plain).items() if move[0] == "reduce_scatter"}
+            assert sum(scatters.values()) == (2 if norm else 1)  # up's Y, for GELU; down's only if it is needed
+            counts.setdefault(overlap, []).append(again)
+    assert counts["async"] == counts["blocking"]
+    for ring, other in zip(counts["ring"], counts["blocking"], strict=True):
+        gathers = [(move, count) for move, count in (ring - other).items()]
+        assert sum(count for _, count in gathers) == (2 if norm else 1) and not other - ring
 
 
 def in_any_order(order, axes):

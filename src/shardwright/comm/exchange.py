@@ -126,6 +126,23 @@ class Gathering:
         arrival.wait()
         self._all = None
 
+    def peers_of(self, rows: slice) -> list[int]:
+        """The members that hold some of these rows of the whole, in the order of arrival."""
+        n, length = self.group.size, sum(place.shape[0] for place in self._places)
+        ring = [(self.group.index - step) % n for step in range(n)]
+        bounds = {peer: self.group.bounds(length, peer) for peer in ring}
+        return [peer for peer in ring if bounds[peer][0] < rows.stop and rows.start < bounds[peer][1]]
+
+    def turn(self, rows: slice) -> int:
+        """After how many arrivals these rows are there."""
+        peers = self.peers_of(rows)
+        return (self.group.index - peers[-1]) % self.group.size if peers else 0
+
+    def wait_rows(self, rows: slice) -> None:
+        """Until these rows of the whole are there."""
+        for peer in self.peers_of(rows):
+            self.wait(peer)
+
     def finish(self) -> None:
         """Until everything is there, and everything sent."""
         if self._arrivals or self._all is not None:

@@ -90,9 +90,11 @@ def site_volume(
 def _moves_forward(p: _Product) -> Moves:
     """Every W_i gathered: Σb_i. X gathered: a. Each Y_i reduce-scattered, all-reduced, or both. (site_product.py)"""
     moves = p.gather_w + p.gather_x.gather(p.whole_x, p.x, p.next_rows * p.x_row if p.travels else None)
-    for out in p.outs:
-        moves += p.scatter_y.scatter(p.c(out), p.own_y(out)) + p.reduce_y.reduce(p.own_y(out))
-    return moves
+    scatters = [p.scatter_y.scatter(p.c(out), p.own_y(out)) for out in p.outs]
+    reduces = [p.reduce_y.reduce(p.own_y(out)) for out in p.outs]
+    if p.defers:  # every Y_i is scattered before the first is all-reduced
+        return sum(scatters + reduces, moves)
+    return sum((a + b for a, b in zip(scatters, reduces, strict=True)), moves)
 
 
 def _moves_backward(p: _Product) -> Moves:
@@ -115,7 +117,9 @@ def _backward(p: _Product) -> Storing:
         return storing
     if p.defers:
         for out in p.outs:
-            storing.add(p.scatter_y.gather(p.c(out), p.own_y(out), p.next_rows * out.row if p.ring else None))
+            storing.add(
+                p.scatter_y.gather(p.c(out), p.own_y(out), p.next_rows * out.row if p.ring and p.streams else None)
+            )
     storing.add(_moves_of_x(p))
     storing.form()
     for i in range(len(p.outs)):
@@ -150,17 +154,21 @@ def _saved(p: _Product) -> int:
 def _transient_forward(p: _Product) -> int:
     """W (Σb_i) beside X gathered (a, or a ring's pieces) beside Σc_i; then, W and X gone unless kept, each reduction.
 
-    A deferred product has no c_i, but sums that travel. (Its stand-ins own an element where there is no X, in backward
-    where there is no dY_i, to stand on.)
+    A row's deferred product has no c_i, but sums that travel. (The stand-ins of what is deferred own an element where
+    there is no X, in backward where there is no dY_i, to stand on.) Y in strips: _strips.
     """
-    if p.defers:
+    stand_ins = len(p.outs) * p.element if p.defers and not p.x else 0
+    if p.streams:
         most = spare = 0
         for out in p.outs:
             two, after = p.running_sum(p.scatter_y, out.row)
             most = max(most, spare + two + after)  # the room of the sum before goes when this one has its own
             spare = after
-        return most + p.whole_w + (0 if p.x else len(p.outs) * p.element)
+        return most + p.whole_w + stand_ins
     gathered = p.carousel(p.x_row) if p.travels else p.whole_x if p.gather_x.size > 1 else 0
+    if p.defers:
+        reduced = max(p.reduce_scratch(p.own_y(out), p.reduce_y) for out in p.outs)
+        return p.whole_w + max(gathered + _strips(p), reduced) + stand_ins
     left = sum(p.c(out) for out in p.outs) if p.scatter_y.size > 1 else 0
     most = p.whole_w + gathered + max(left, p.packed_x)
     kept = (gathered if p.keeps else 0) + (p.whole_w if p.keeps_w else 0)
@@ -170,6 +178,25 @@ def _transient_forward(p: _Product) -> int:
             most = max(most, kept + left + scratch + p.packed_y(out))
             left -= p.c(out)
         most = max(most, kept + left + p.reduce_scratch(p.own_y(out), p.reduce_y))
+    return most
+
+
+def _strips(p: _Product) -> int:
+    """The most of Y alive beside W and X: strips [T,w] formed or forming, and with the one that travels its landing.
+
+    Where X is gathered every strip is begun with the first rows of X that are there: Σc_i; else two are alive.
+    """
+    row, own = p.rows * p.element, p.scatter_y.part(p.rows) * p.element  # of one feature
+    strips = [(stop - start, stop - start == out.n) for out in p.outs for start, stop in p.strips_of(out)]
+    at_once = p.gather_x.size > 1
+    alive = sum(width * row for width, _ in strips) if at_once else 0
+    most = before = landing = 0
+    for width, is_whole in strips:
+        alive += 0 if at_once else width * row
+        most = max(most, alive + landing)  # the product of this strip, while the one before travels
+        landing = p.scatter_scratch(width * own, width * row, p.scatter_y) + (0 if is_whole else width * own)
+        alive, before = alive - before, width * row
+        most = max(most, alive + landing)
     return most
 
 
@@ -185,9 +212,9 @@ def _transient_backward(p: _Product) -> int:
     dw = _WeightGradients.of(p)
     kept = p.whole_x if p.keeps and p.gather_x.size > 1 else 0
     last = kept + _backward(p).most
-    if p.defers:
+    stand_ins = sum(p.element for out in p.outs if not p.own_y(out)) if p.defers else 0
+    if p.streams:
         dy = sum(p.carousel(out.row) if p.ring else p.c(out) for out in p.outs)
-        stand_ins = sum(p.element for out in p.outs if not p.own_y(out))
         return max(dy + w + dw.summing, (0 if p.ring else dy) + dw.giving, last) + stand_ins
     dy, moments = 0, [last]
     for out in reversed(p.outs if p.scatter_y.size > 1 else ()):
@@ -201,7 +228,7 @@ def _transient_backward(p: _Product) -> int:
     if p.gather_x.size > 1 and p.trains_w:
         x = p.carousel(p.x_row) if p.travels else p.whole_x
     if p.ring_x:
-        return max(*moments, dy + w + x + dx + dw.summing, kept + dy + dw.giving)
+        return max(*moments, dy + w + x + dx + dw.summing, kept + dy + dw.giving) + stand_ins
     packing = p.packed_x if x and not p.keeps else 0
     later = w if not p.reads_w else 0  # W was kept, and is not read
     if p.blocking:
@@ -212,7 +239,7 @@ def _transient_backward(p: _Product) -> int:
     else:
         moments += [x + dy + w + dx, x + dy + later + dx + scratch + dw.summing]
         moments += [x + dy + later + reduced + (dw.waiting if dx else 0), x + dy + later + dw.giving]
-    return max(moments)
+    return max(moments) + stand_ins
 
 
 @dataclass(frozen=True)
@@ -493,10 +520,22 @@ class _Product:
 
     @property
     def defers(self) -> bool:
-        """The product of a row site is formed piece by piece by the node that reduces it."""
-        alone = self.gather_x.size == 1 and self.reduce_dx.size == 1 and self.reduce_y.size == 1
+        """The product is formed piece by piece by the node that reduces Y."""
         scatters = self.scatter_y.size > 1 and not self.y_by_features
-        return self.layout.overlap != "blocking" and scatters and alone and self.layout.reduce_dtype == "same"
+        keeps = self.gather_x.size > 1 and self.layout.save_x == "gathered"
+        return self.layout.overlap != "blocking" and scatters and not keeps and not self.x_by_features
+
+    @property
+    def streams(self) -> bool:
+        """Of those, a row site: sums of Y and dY go around with pieces of tokens."""
+        alone = self.gather_x.size == 1 and self.reduce_dx.size == 1 and self.reduce_y.size == 1
+        return self.defers and alone and self.layout.reduce_dtype == "same"
+
+    def strips_of(self, out: _Out) -> list[tuple[int, int]]:
+        """Of the others: [start, stop) of the strips of features of Y_i."""
+        count = self.layout.chunks or 4
+        bounds = [chunk(out.n, count, index) for index in range(count)]
+        return [(start, stop) for start, stop in bounds if start < stop] or [(0, 0)]
 
     @property
     def tokens(self) -> Group:

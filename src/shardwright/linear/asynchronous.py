@@ -7,12 +7,20 @@
 | the same, X whole        | dX · issue all-reduce dX · dW · wait                                                |
 | row, forward             | product of a piece beside the transfer of the one before (carousel.py)              |
 | row, backward            | issue all-gather dY · dX and dW of the own part · the others as they arrive         |
+| both, forward            | issue all-gather X · product of the own part · the rest in strips of features: one's |
+|                          | reduce-scatter beside the product of the next (strips.py)                           |
+| both, backward           | issue all-gathers dY and X · dX as dY arrives · the rest as column                  |
+
+"Both" gathers X and scatters Y; its lines also serve a site that does only the latter but cannot be a row (X is whole
+on some axes, Y is all-reduced too, or sums are fp32). Where it keeps X gathered, Y and dY travel blocking.
 
 dW is formed piece by piece, and between pieces an arrival of the reduction is taken in.
 Nothing waits between the issue of the reduction of dX and the first piece of dW.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
@@ -21,6 +29,7 @@ from shardwright.linear import blocking, pieces
 from shardwright.linear.carousel import multiply_back, reduced_products
 from shardwright.linear.pieces import Piece
 from shardwright.linear.product import Product
+from shardwright.linear.strips import Strips
 from shardwright.linear.work import Backward, Forward
 
 MODE = "async"
@@ -47,16 +56,18 @@ def backward(work: Backward) -> torch.Tensor | None:
     product, arena = work.product, work.product.runtime.arena
     if product.x_by_features:
         return blocking.backward(work)
+    work, arriving = gather_dy(work, MODE)
     x, arrivals = work.held if work.held is not None else work.kept, None
     if work.kept is not None and work.gathers_again:
         x = blocking.lease_x(product, work.kept, work.rows, work.width)
         arrivals = Gathering(work.kept, x, product.gather_x, product.name, MODE)
     dx, unreduced = None, None
     if work.needs_x and work.present:
-        dx = unreduced = blocking.input_gradient(work)
+        dx = unreduced = input_gradient(work, arriving)
         work.release()
-    if arrivals is not None:
-        arrivals.finish()
+    for gathering in (*arriving, arrivals):
+        if gathering is not None:
+            gathering.finish()
     reduction: Scattering | Reducing | None = None
     if dx is not None and unreduced is not None and product.gather_x.size > 1:
         dx = blocking.new_part(product, unreduced)
@@ -90,35 +101,77 @@ def cut(product: Product, rows: int) -> list[Piece]:
 
 
 def reduced(work: Forward) -> list[torch.Tensor]:
-    """Y_i [T/n,N_i] = this rank's rows of Σ_ranks X W_iᵀ, X [T,K']."""
-    return reduced_products(work, work.product.layout.chunks or 1, MODE)
+    """Y_i [S,N'_i] = this rank's rows of Σ_ranks X W_iᵀ, X [R,K'] as it came."""
+    product, x, arrivals = work.product, work.x, None
+    if product.streams:
+        return reduced_products(work, product.layout.chunks or 1, MODE)
+    own, others = [], blocking.cut(product, work.rows)
+    if product.gather_x.size > 1:
+        x = blocking.lease_x(product, work.x, work.rows, work.width)
+        arrivals = Gathering(work.x, x, product.gather_x, product.name, MODE)
+        turns = cut(product, work.rows)
+        own = [piece for piece in turns if piece.peer == product.gather_x.index]
+        others = [piece for piece in turns if piece.peer != product.gather_x.index]
+    y = Strips(work, MODE)
+    for piece in own:
+        for strip in y.strips:
+            y.multiply(strip, x[piece.rows], piece)
+    for strip in y.strips:
+        for piece in others:
+            if arrivals is not None:
+                arrivals.wait(piece.peer)
+            y.multiply(strip, x[piece.rows], piece)
+        y.send(strip)
+    if arrivals is not None:
+        arrivals.finish()
+    blocking.settle_x(work, x)
+    return y.finish()
+
+
+def gather_dy(work: Backward, mode: str) -> tuple[Backward, list[Gathering]]:
+    """The same with dY_i whole, leased, and how they arrive; as it is where dY_i came whole."""
+    product = work.product
+    if not product.defers:
+        return work, []
+    wholes: list[torch.Tensor | None] = []
+    arriving = []
+    for grad in work.grads:
+        whole = None
+        if grad is not None:
+            shape, owner = (work.rows, grad.shape[1]), f"{product.name} (dY)"
+            whole = product.runtime.arena.lease(shape, grad.dtype, grad.device, "gathered", owner)
+            arriving.append(Gathering(grad, whole, product.scatter_y, product.name, mode))
+        wholes.append(whole)
+    return dataclasses.replace(work, grads=wholes), arriving
+
+
+def input_gradient(work: Backward, arriving: list[Gathering]) -> torch.Tensor:
+    """dX [T,K'] of this rank's part of N, as dY arrives."""
+    if not arriving:
+        return blocking.input_gradient(work)
+    weights, dx = work.lease(), blocking.new_input_gradient(work)
+    for piece in sorted(cut(work.product, work.rows), key=lambda piece: arriving[0].turn(piece.rows)):
+        for arrival in arriving:
+            arrival.wait_rows(piece.rows)
+        pieces.input_gradient(blocking.rows_of(work.grads, piece), weights, dx[piece.rows])
+    return dx
 
 
 def gathered_backward(work: Backward) -> torch.Tensor | None:
     """dX [T,K'] and dW of a row site from this rank's rows dY_i [T/n,N_i]: gathered, multiplied as they arrive."""
-    product, arena = work.product, work.product.runtime.arena
-    wholes: list[torch.Tensor | None] = []
-    arrivals: list[Gathering] = []
-    for grad in work.grads:
-        gathered = None
-        if grad is not None:
-            shape = (work.rows, grad.shape[1])
-            gathered = arena.lease(shape, grad.dtype, grad.device, "gathered", f"{product.name} (dY)")
-            arrivals.append(Gathering(grad, gathered, product.scatter_y, product.name, MODE))
-        wholes.append(gathered)
+    work, arriving = gather_dy(work, MODE)
     weights, dx = weights_and_room(work)
-    for piece in cut(product, work.rows):
-        for arrival in arrivals:
+    for piece in cut(work.product, work.rows):
+        for arrival in arriving:
             arrival.wait(piece.peer)
-        multiply_back(blocking.rows_of(wholes, piece), work, piece, weights, dx)
+        multiply_back(blocking.rows_of(work.grads, piece), work, piece, weights, dx)
     work.release()
-    for arrival in arrivals:
+    for arrival in arriving:
         arrival.finish()
     if work.into is not None:
         work.into.finish()
-    for gathered in wholes:
-        if gathered is not None:
-            arena.end(gathered)
+    for grad in work.present:
+        work.product.runtime.arena.end(grad)
     return dx
 
 

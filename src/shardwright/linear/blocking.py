@@ -42,7 +42,7 @@ def forward(work: Forward) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     weights, biases = work.lease()
     outputs = [new_output(product, work.rows, x, weight) for weight in weights]
     for piece in cut(product, work.rows):
-        pieces.multiply(x[piece.rows], weights, biases, outputs, piece.rows)
+        pieces.multiply(x[piece.rows], weights, biases, outputs, piece.rows, product.strips)
     return outputs, settle_x(work, x)
 
 
@@ -129,22 +129,27 @@ def new_output(product: Product, rows: int, x: torch.Tensor, weight: torch.Tenso
     """Room for Y_i [rows,N'_i]: leased where it is still to be reduced."""
     shape = (rows, weight.shape[0])
     if product.splits_k:
-        return lease_partial(product.runtime, shape, x, f"{product.name} (Y)", product.y_by_features)
+        scatters = product.y_by_features and product.scatter_y.size > 1
+        return lease_partial(product.runtime, shape, x, f"{product.name} (Y)", scatters)
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
 def input_gradient(work: Backward) -> torch.Tensor:
     """dX [T,K'] of this rank's part of N: leased where it is still to be reduced."""
-    product, (grad, *_) = work.product, work.present
-    weights = work.lease()
-    shape = (grad.shape[0], work.width)
-    if product.gather_x.size == 1 and product.reduce_dx.size == 1:
-        dx = torch.empty(shape, dtype=grad.dtype, device=grad.device)
-    else:
-        dx = lease_partial(product.runtime, shape, grad, f"{product.name} (dX)", product.x_by_features)
-    for piece in cut(product, dx.shape[0]):
+    weights, dx = work.lease(), new_input_gradient(work)
+    for piece in cut(work.product, dx.shape[0]):
         pieces.input_gradient(rows_of(work.grads, piece), weights, dx[piece.rows])
     return dx
+
+
+def new_input_gradient(work: Backward) -> torch.Tensor:
+    """Room for dX [T,K']."""
+    product, (grad, *_) = work.product, work.present
+    shape = (grad.shape[0], work.width)
+    if product.gather_x.size == 1 and product.reduce_dx.size == 1:
+        return torch.empty(shape, dtype=grad.dtype, device=grad.device)
+    scatters = product.x_by_features and product.gather_x.size > 1
+    return lease_partial(product.runtime, shape, grad, f"{product.name} (dX)", scatters)
 
 
 def new_part(product: Product, dx: torch.Tensor) -> torch.Tensor:

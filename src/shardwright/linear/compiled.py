@@ -38,7 +38,7 @@ def site_forward(x: torch.Tensor, anchor: torch.Tensor, number: int, rows: int) 
     site = _SITES[number]
     product = site.product
     if product.defers:
-        return [*_biased(site, site.multiply_reduced(x, rows))]
+        return [*_biased(site, site.multiply_reduced(x, rows, True))]
     outputs, kept = site.multiply(x, rows, True)
     if product.splits_k:
         outputs = [product.reduction.sum(y) for y in outputs]

@@ -48,19 +48,27 @@ def whole(rows: int) -> list[Piece]:
     return [Piece(0, 0, rows)]
 
 
+def cut_features(width: int, strips: int) -> list[slice]:
+    """``width`` features in that many strips; empty ones left out, but there is one at least."""
+    bounds = [chunk(width, strips, index) for index in range(strips)]
+    return [slice(start, stop) for start, stop in bounds if start < stop] or [slice(0, width)]
+
+
 def multiply(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     outputs: Sequence[torch.Tensor],
     rows: slice,
+    strips: int = 1,
 ) -> None:
-    """Y_i[rows] = x W_iᵀ (+ b_i), x [r,K'] being those rows of X."""
+    """Y_i[rows] = x W_iᵀ (+ b_i), x [r,K'] being those rows of X; partial sums in that many strips of features."""
     for weight, bias, y in zip(weights, biases, outputs, strict=True):
-        if bias is None:
-            torch.mm(x, weight.t(), out=y[rows])
-        else:
+        if bias is not None:
             torch.addmm(bias, x, weight.t(), out=y[rows])
+            continue
+        for columns in cut_features(weight.shape[0], strips):
+            torch.mm(x, weight[columns].t(), out=y[rows, columns])
 
 
 def input_gradient(

@@ -13,6 +13,9 @@ from shardwright._errors import InputError
 from shardwright.comm import AxisGroup, Reduction, Runtime
 from shardwright.layout import GridLayout
 
+STRIPS = 4
+"""Where the layout states no chunks: a quarter of the reduction of Y is not hidden."""
+
 
 @dataclass(frozen=True)
 class Product:
@@ -25,7 +28,10 @@ class Product:
     gathers_w: W is gathered for this site alone, and let go as soon as the site has read it.
     keep_gathered: backward keeps the gathered X (else what came in, and gathers it again).
     tokens_group: the ranks among which tokens are cut into pieces.
-    defers: a row site's product is formed by the node that reduces it, piece by piece.
+    defers: the product is formed by the node that reduces Y, piece by piece.
+    streams: of those that defer, a row site: sums of Y, and dY, go around with pieces of tokens (carousel.py).
+    strips: of the others, into how many strips of features Y_i is cut, each scattered beside the product of the next
+        one (strips.py); else 1.
     wide: low-precision partial sums are added in fp32.
     """
 
@@ -42,6 +48,8 @@ class Product:
     keep_gathered: bool
     tokens_group: AxisGroup
     defers: bool
+    streams: bool
+    strips: int
     wide: bool
 
     @classmethod
@@ -57,6 +65,11 @@ class Product:
         gathers = gather_x.size > 1 and not x_by_features
         scatters = scatter_y.size > 1 and not y_by_features
         alone = gather_x.size == 1 and reduce_dx.size == 1 and reduce_y.size == 1  # k is split and n is not
+        keeps = gather_x.size > 1 and layout.save_x == "gathered"  # the node that saves X must have gathered it
+        late = scatters and not keeps and not x_by_features  # all can be left to the second node
+        defers = late and layout.overlap != "blocking"
+        streams = alone and not wide
+        strips = layout.chunks or (STRIPS if defers else 1)  # blocking cuts alike where chunks are stated
         return cls(
             name=name,
             layout=layout,
@@ -70,7 +83,9 @@ class Product:
             gathers_w=runtime.group(layout.axes_where("w", "sharded")).size > 1,
             keep_gathered=layout.save_x == "gathered",
             tokens_group=gather_x if gathers else scatter_y if scatters else runtime.group(()),
-            defers=layout.overlap != "blocking" and scatters and alone and not wide,
+            defers=defers,
+            streams=defers and streams,
+            strips=strips if late and not streams else 1,
             wide=wide,
         )
 

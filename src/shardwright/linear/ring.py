@@ -9,6 +9,9 @@ Same signature as blocking.py. Transients, in pieces of 1/(n·chunks) of the ope
 | row    | forward  | Y being summed            | 2 of Y            |
 | row    | backward | dY                        | 2 of dY           |
 
+A site that does both (gathers X and scatters Y) moves X and dX so; Y and dY travel as in async: a strip of Y's features
+beside what is left of the product of the last piece of X, dY beside the first products that read it.
+
 Where X is kept gathered it is gathered as async does it; where X is whole on the n axes nothing can travel but dX,
 which is all-reduced as async does it.
 """
@@ -22,6 +25,7 @@ from shardwright.linear import asynchronous, blocking, pieces
 from shardwright.linear.carousel import Carousel, RunningSum, multiply_back, reduced_products
 from shardwright.linear.pieces import Piece
 from shardwright.linear.product import Product
+from shardwright.linear.strips import Strips
 from shardwright.linear.work import Backward, Forward
 
 MODE = "ring"
@@ -53,14 +57,21 @@ def backward(work: Backward) -> torch.Tensor | None:
     if product.gather_x.size == 1 or product.x_by_features:
         return asynchronous.backward(work)
     group, chunks = product.gather_x, chunks_of(product)
+    work, arriving = asynchronous.gather_dy(work, MODE)
     dx, total, carousel = None, None, None
+
+    def rows_of(piece: Piece) -> list[torch.Tensor | None]:
+        for arrival in arriving:
+            arrival.wait_rows(piece.rows)
+        return blocking.rows_of(work.grads, piece)
+
     if work.needs_x and work.present:
         weights = work.lease()
         start, stop = group.bounds(work.rows)
         dx = work.present[0].new_empty(stop - start, work.width)
 
         def share(piece: Piece, out: torch.Tensor) -> None:
-            pieces.input_gradient(blocking.rows_of(work.grads, piece), weights, out)
+            pieces.input_gradient(rows_of(piece), weights, out)
 
         total = RunningSum(dx, work.rows, product, group, chunks, MODE, "dX", share)
     if work.kept is not None and not product.keep_gathered:
@@ -68,7 +79,7 @@ def backward(work: Backward) -> torch.Tensor | None:
     for piece in pieces.cut_tokens(work.rows, group, chunks):
         taken = carousel.take() if carousel is not None else None if work.kept is None else work.kept[piece.rows]
         if work.into is not None:
-            work.into.add(blocking.rows_of(work.grads, piece), taken)
+            work.into.add(rows_of(piece), taken)
         if total is not None:
             total.step()
         if carousel is not None:
@@ -77,6 +88,8 @@ def backward(work: Backward) -> torch.Tensor | None:
     for travelling in (total, carousel):
         if travelling is not None:
             travelling.end()
+    for arrival in arriving:
+        arrival.finish()
     if dx is not None:
         all_reduce(dx, product.reduce_dx, product.name, product.wide)
     if work.into is not None:
@@ -87,8 +100,27 @@ def backward(work: Backward) -> torch.Tensor | None:
 
 
 def reduced(work: Forward) -> list[torch.Tensor]:
-    """Y_i [T/n,N_i] = this rank's rows of Σ_ranks X W_iᵀ, X [T,K']."""
-    return reduced_products(work, chunks_of(work.product), MODE)
+    """Y_i [S,N'_i] = this rank's rows of Σ_ranks X W_iᵀ, X [R,K'] as it came."""
+    product = work.product
+    if product.streams:
+        return reduced_products(work, chunks_of(product), MODE)
+    if product.gather_x.size == 1:
+        return asynchronous.reduced(work)
+    carousel = Carousel(work.x, work.rows, product, product.gather_x, chunks_of(product), MODE, "X")
+    y = Strips(work, MODE)
+    *early, last = carousel.turns
+    for piece in early:
+        x = carousel.take()
+        for strip in y.strips:
+            y.multiply(strip, x, piece)
+        carousel.pass_on()
+    x = carousel.take()
+    for strip in y.strips:
+        y.multiply(strip, x, last)
+        y.send(strip)
+    carousel.pass_on()
+    carousel.end()
+    return y.finish()
 
 
 def gathered_backward(work: Backward) -> torch.Tensor | None:

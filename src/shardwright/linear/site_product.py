@@ -40,7 +40,7 @@ class _SiteNode(torch.autograd.Function):
         ctx: Any, site: SiteProduct, call: _Call, x: torch.Tensor, *parameters: Any
     ) -> tuple[torch.Tensor, ...]:
         wanted = ctx.needs_input_grad[3:]
-        keep = any(wanted[: len(site.weights)])
+        keep = call.keep = any(wanted[: len(site.weights)])
         ctx.site, ctx.call, ctx.mode, ctx.deposits = site, call, site.mode, any(wanted)
         ctx.set_materialize_grads(False)
         kept: torch.Tensor | None
@@ -64,7 +64,7 @@ class _SiteNode(torch.autograd.Function):
 
 
 class _Reduced(torch.autograd.Function):
-    """Multiplies and reduces what a deferring _SiteNode has saved: Y_i [T/n,N_i].
+    """Multiplies and reduces what a deferring _SiteNode has saved: Y_i [S,N'_i].
 
     In backward the shard of dY stays with the call, and a stand-in tells the node before that it has come.
     """
@@ -74,7 +74,7 @@ class _Reduced(torch.autograd.Function):
         (x,) = inputs
         ctx.call, ctx.widths = call, site.widths
         ctx.set_materialize_grads(False)
-        return tuple(site.multiply_reduced(x, call.rows))
+        return tuple(site.multiply_reduced(x, call.rows, call.keep))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -87,10 +87,10 @@ class _Reduced(torch.autograd.Function):
 
 
 class _Call:
-    """One forward of a site: T, the uses that it announced to the store, and in backward the shards of dY."""
+    """One forward of a site: T, the uses that it announced to the store, whether backward wants X; then dY's shards."""
 
     def __init__(self, rows: int, uses: Uses):
-        self.rows, self.uses = rows, uses
+        self.rows, self.uses, self.keep = rows, uses, False
         self.shards: dict[int, torch.Tensor] = {}
 
 
@@ -155,20 +155,20 @@ class SiteProduct:
 
     def multiply(self, x: torch.Tensor, rows: int, keep: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """(Y_i, what backward keeps of X), of x [R,K''], T = ``rows``: the modes' ``forward``."""
-        self.fetch()
-        hold = self.holder(x) if torch._C._current_graph_task_id() != -1 else None
-        found: tuple[list[torch.Tensor], torch.Tensor | None] = self.mode.forward(
-            Forward(self.product, x, rows, self.width, self._lease, keep, hold)
-        )
+        found: tuple[list[torch.Tensor], torch.Tensor | None] = self.mode.forward(self._begin(x, rows, keep))
         self._forward_is_over()
         return found
 
-    def multiply_reduced(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
-        """Y_i, reduced, of x [T,K']: the modes' ``reduced``."""
-        self.fetch()
-        found: list[torch.Tensor] = self.mode.reduced(Forward(self.product, x, rows, self.width, self._lease, False))
+    def multiply_reduced(self, x: torch.Tensor, rows: int, keep: bool) -> list[torch.Tensor]:
+        """Y_i, reduced, of x [R,K'']: the modes' ``reduced``. keep: backward will want X."""
+        found: list[torch.Tensor] = self.mode.reduced(self._begin(x, rows, keep))
         self._forward_is_over()
         return found
+
+    def _begin(self, x: torch.Tensor, rows: int, keep: bool) -> Forward:
+        self.fetch()
+        hold = self.holder(x) if torch._C._current_graph_task_id() != -1 else None
+        return Forward(self.product, x, rows, self.width, self._lease, keep, hold)
 
     def multiply_back(
         self,
@@ -182,8 +182,8 @@ class SiteProduct:
         """dX, or None: the modes' ``backward``. grads, kept: as the modes take them. Ends ``uses``."""
         if needs_x:
             self.fetch()
-        product, held = self.product, None if self.product.defers else self.take_held(kept)
-        backward = self.mode.gathered_backward if product.defers else self.mode.backward
+        product, held = self.product, self.take_held(kept)
+        backward = self.mode.gathered_backward if product.streams else self.mode.backward
         dx: torch.Tensor | None = backward(
             Backward(
                 product,
