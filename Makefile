@@ -1,4 +1,5 @@
-# make demo: the whole job on this machine.  make test: every test.  make lint, make types: what CI checks besides.
+# make demo: the whole job on this machine.  make test: the tests.  make test-all: also those that repeat a quicker one on
+# more ranks.  make lint, make types: what CI checks besides.
 # make bench-linear, bench-grid, bench-sharding: step time, bytes on the wire and memory over slow links (as root;
 # docs/benchmarks.md).
 # make fuzz: FUZZ random products on real ranks against dense float64.
@@ -13,13 +14,16 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 FUZZ ?= 10000
 
-.PHONY: demo test fuzz lint types bench-linear bench-grid bench-sharding
+.PHONY: demo test test-all fuzz lint types bench-linear bench-grid bench-sharding
 
 demo: $(VENV)/installed
 	$(BIN)/shardwright demo $(DEMO_ARGS)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TEST_ARGS)
+
+test-all: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n 2 --dist worksteal --slow $(TEST_ARGS)
 
 fuzz: $(VENV)/installed-test
 	$(BIN)/python tests/fuzz.py --draws $(FUZZ)

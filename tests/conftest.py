@@ -1,5 +1,6 @@
 """Test modules import each other's helpers by name; the parent of all forked ranks is single-threaded."""
 
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,12 +13,28 @@ sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 
+SLOW = re.compile(
+    r"test_every_gradient_of_every_family_equals_dense\[(?!llama).*-(axes1|axes2)-"
+    r"|test_model\.py::test_(loss_and|f1_same).*\[1x[34]-"
+    r"|test_a15_a16_a19.*\[(grid-scatter-row|grid-reduce-column)-3x3x3"
+)
+"""Tests that repeat a quicker one on more ranks or with another family: run with ``--slow`` (make test-all)."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also what repeats a quicker test on more ranks")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are left out where there is no CUDA device."""
-    if not torch.cuda.is_available():
-        left_out = [item for item in items if item.get_closest_marker("gpu")]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+    """Tests marked ``gpu`` are left out where there is no CUDA device, and slow ones where nobody asks for them."""
+    left_out = [
+        item
+        for item in items
+        if (item.get_closest_marker("gpu") and not torch.cuda.is_available())
+        or (SLOW.search(item.nodeid) and not config.getoption("--slow"))
+    ]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture

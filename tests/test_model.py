@@ -66,7 +66,8 @@ def test_f1_same_curve_and_d1_rehearsal_equals_reality(axes, layout):
     assert reference[-1] < 0.9 * reference[0]  # it learns something, or equal curves say little
     for rank, (losses, real) in enumerate(runs):
         assert max(abs(a - b) / b for a, b in zip(losses, reference, strict=True)) <= 1e-5
-        assert_same(rehearse(tiny.config_path(), plan, rank=rank), real)
+        if rank in (0, plan.world_size - 1):
+            assert_same(rehearse(tiny.config_path(), plan, rank=rank), real)
 
 
 @functools.cache
