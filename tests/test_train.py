@@ -6,6 +6,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -96,7 +97,10 @@ def test_a_bad_document_ends_every_rank_at_once_and_leaves_what_was_there(texts:
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert lines == [f"error: {tmp_path / 'z.jsonl'}: body (line 2): found 3; allowed: text"]
     assert done.stderr.count("exitcode  : 2 ") == 2
-    assert time.monotonic() - began < 25  # no rank waits for another that will never come
+    # No rank waits for another that will never come. The machine may be busy: what loading alone takes is the measure.
+    seconds, began = time.monotonic() - began, time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch, transformers.models.llama.modeling_llama"], check=True)
+    assert seconds < 15 + 6 * (time.monotonic() - began)
     assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == dict.fromkeys(
         (TOKENS, EVALUATION_TOKENS, METRICS), "of an earlier run"
     )
