@@ -71,8 +71,3 @@ $(VENV)/installed-bench: $(VENV)/installed
 $(VENV)/installed-bench-grid: $(VENV)/installed
 	$(PIP) --no-deps axonn==0.2.0
 	touch $@
-
-# So is axonn; its linears need torch and numpy only.
-$(VENV)/installed-bench-grid: $(VENV)/installed
-	$(PIP) --no-deps axonn==0.2.0
-	touch $@
