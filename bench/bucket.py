@@ -9,13 +9,8 @@ Every variant's gradients are first compared with the means of the unsharded mod
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +18,15 @@ import torch
 import torch.distributed as dist
 from bucket_table import markdown
 from bucket_variants import Task, every_variant
+from rows import Row, run
 from sharding import TOLERANCE, mean_gradients, recorded
 from sharding_variants import Variant
-from timing import Patience, limit, measure, turns, write
+from timing import limit, time_in_turns, write
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
 from shardwright.trace import PHASES, Alloc, Free, Mark, Op
 
-HERE = Path(__file__).parent
 STANDING = ("parameter", "buffer", "gradient", "optimizer")
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall", "send")
 
@@ -58,26 +53,9 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs every row in its own namespaces, joins the results and prints the table."""
     options = arguments()
-    keys = ("blocks", "width", "tokens", "rounds", "patience")
-    results: dict[str, Any] = {
-        "task": {key: getattr(options, key) for key in keys},
-        "software": {"python": platform.python_version(), "torch": torch.__version__},
-        "groups": [],
-    }
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    environment = {**os.environ, **quiet, "PYTHON": sys.executable}
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.hosts_by_ranks:
-            hosts, ranks = name.split("x")
-            part = Path(folder, f"{name}.json")
-            given = [f"--{key}={value}" for key, value in results["task"].items()]
-            given += ["--caps", *options.caps, "--rates", *map(str, options.rates), "--out", str(part)]
-            command = [HERE / "netlab.sh", hosts, ranks, f"{options.rates[0]}gbit", HERE / "bucket.py", *given]
-            subprocess.run([str(word) for word in command], env=environment, check=True)
-            shape = {"hosts": int(hosts), "ranks": int(ranks), "cores": os.cpu_count()}
-            results["groups"].append({**shape, **json.loads(part.read_text())})
-    results["seconds"] = round(time.monotonic() - began)
+    task = {key: getattr(options, key) for key in ("blocks", "width", "tokens", "rounds", "patience")}
+    rows = [Row.of(name, ["--caps", *options.caps]) for name in options.hosts_by_ranks]
+    results = run(Path(__file__), task, options.rates, rows)
     write(options.out, results)
     print(markdown(results))
     return 0
@@ -94,14 +72,7 @@ def work() -> None:
     variants = every_variant(task, mesh, options.caps)
     expected = mean_gradients(variants[0])
     found = [{"name": v.name, "family": v.family, **inspect(v, expected), "timed": {}} for v in variants]
-    for rate in options.rates:
-        limit(rate)
-        patience = Patience(options.patience)
-        for step in range(options.rounds):
-            for place in turns(len(variants), step):
-                times = found[place]["timed"].setdefault(f"{rate:g}", {})
-                for key, value in measure(variants[place], patience).items():
-                    times.setdefault(key, []).append(value)
+    time_in_turns(variants, found, options.rates, options.rounds, options.patience)
     if dist.get_rank() == 0:
         write(options.out, {"variants": found})
     dist.barrier()

@@ -10,27 +10,21 @@ the variants take turns, round by round.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import platform
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from grid_table import markdown
 from grid_variants import AXES, GridVariant, every_variant
 from linear import dense_gradients, most_alive, recorded
-from timing import COUNTER, Patience, limit, measure, turns, write
+from rows import Row, run
+from timing import COUNTER, limit, time_in_turns, write
 from torch.distributed.device_mesh import init_device_mesh
 from variants import Task
 
-HERE = Path(__file__).parent
 LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 TOLERANCE = 1e-3  # of gradients, relative to dense
 
@@ -72,26 +66,12 @@ def shape_of(name: str) -> tuple[tuple[int, int], tuple[int, ...]]:
 def main() -> int:
     """Runs every grid in namespaces of its own, joins the results and prints the tables."""
     options = arguments()
-    keys = ("tokens", "width", "hidden", "rounds", "patience")
-    results: dict[str, Any] = {
-        "task": {key: getattr(options, key) for key in keys},
-        "software": {"python": platform.python_version(), "torch": torch.__version__},
-        "groups": [],
-    }
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    environment = {**os.environ, **quiet, "PYTHON": sys.executable}
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(options.grids):
-            (hosts, ranks), sizes = shape_of(name)
-            part = Path(folder, f"{number}.json")
-            given = [f"--{key}={value}" for key, value in results["task"].items()]
-            given += ["--rates", *map(str, options.rates), "--grids", name, "--out", str(part)]
-            command = [HERE / "netlab.sh", hosts, ranks, f"{options.rates[0]}gbit", HERE / "grid.py", *given]
-            subprocess.run([str(word) for word in command], env=environment, check=True)
-            shape = {"grid": sizes, "hosts": hosts, "ranks": ranks, "cores": os.cpu_count()}
-            results["groups"].append({**shape, **json.loads(part.read_text())})
-    results["seconds"] = round(time.monotonic() - began)
+    task = {key: getattr(options, key) for key in ("tokens", "width", "hidden", "rounds", "patience")}
+    rows = []
+    for name in options.grids:
+        (hosts, ranks), sizes = shape_of(name)
+        rows.append(Row(hosts, ranks, ["--grids", name], {"grid": sizes}))
+    results = run(Path(__file__), task, options.rates, rows)
     write(options.out, results)
     print(markdown(results))
     return 0
@@ -115,14 +95,7 @@ def work() -> None:
         {"name": v.name, "family": v.family, "saves": v.saves, **inspect(v, expected), "timed": {}} for v in variants
     ]
     del expected
-    for rate in options.rates:
-        limit(rate)
-        patience = Patience(options.patience)
-        for step in range(options.rounds):
-            for place in turns(len(variants), step):
-                times = found[place]["timed"].setdefault(f"{rate:g}", {})
-                for key, value in measure(variants[place], patience).items():
-                    times.setdefault(key, []).append(value)
+    time_in_turns(variants, found, options.rates, options.rounds, options.patience)
     if dist.get_rank() == 0:
         write(options.out, {"variants": found, "missing": missing})
     dist.barrier()

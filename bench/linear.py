@@ -9,13 +9,8 @@ against the dense MLP (dX and both dW) and recorded for its memory; then the var
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +19,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from rows import Row, run
 from table import markdown
-from timing import Patience, limit, measure, turns, write
+from timing import time_in_turns, write
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -37,7 +33,6 @@ from shardwright.trace import note
 from shardwright.trace.events import Alloc, Free
 from shardwright.trace.recorder import Recorder, active
 
-HERE = Path(__file__).parent
 RESIDENT = ("parameter", "buffer", "input", "gradient", "saved")
 TOLERANCE = 1e-3  # of gradients, relative to dense
 
@@ -65,25 +60,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs every row in its own namespaces, joins the results and prints the table."""
     options = arguments()
-    results: dict[str, Any] = {
-        "task": {key: getattr(options, key) for key in ("tokens", "width", "hidden", "rounds", "chunks", "patience")},
-        "software": {"python": platform.python_version(), "torch": torch.__version__},
-        "groups": [],
-    }
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    environment = {**os.environ, **quiet, "PYTHON": sys.executable}
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.hosts_by_ranks:
-            hosts, ranks = name.split("x")
-            part = Path(folder, f"{name}.json")
-            given = [f"--{key}={value}" for key, value in results["task"].items()]
-            given += ["--rates", *map(str, options.rates), "--out", str(part)]
-            command = [HERE / "netlab.sh", hosts, ranks, f"{options.rates[0]}gbit", HERE / "linear.py", *given]
-            subprocess.run([str(word) for word in command], env=environment, check=True)
-            shape = {"hosts": int(hosts), "ranks": int(ranks), "cores": os.cpu_count()}
-            results["groups"].append({**shape, **json.loads(part.read_text())})
-    results["seconds"] = round(time.monotonic() - began)
+    task = {key: getattr(options, key) for key in ("tokens", "width", "hidden", "rounds", "chunks", "patience")}
+    results = run(Path(__file__), task, options.rates, [Row.of(name) for name in options.hosts_by_ranks])
     write(options.out, results)
     print(markdown(results))
     return 0
@@ -105,14 +83,7 @@ def work() -> None:
         {"name": v.name, "family": v.family, "saves": v.saves, **inspect(v, expected, mesh), "timed": {}}
         for v in variants
     ]
-    for rate in options.rates:
-        limit(rate)
-        patience = Patience(options.patience)
-        for step in range(options.rounds):
-            for place in turns(len(variants), step):
-                times = found[place]["timed"].setdefault(f"{rate:g}", {})
-                for key, value in measure(variants[place], patience).items():
-                    times.setdefault(key, []).append(value)
+    time_in_turns(variants, found, options.rates, options.rounds, options.patience)
     if dist.get_rank() == 0:
         write(options.out, {"variants": found, "missing": missing})
     dist.barrier()

@@ -9,13 +9,8 @@ first compared with the means of the unsharded model's, and its second step is r
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +19,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from rows import Row, run
 from sharding_table import markdown
 from sharding_variants import Task, Variant, every_variant
-from timing import Patience, limit, measure, turns, write
+from timing import limit, time_in_turns, write
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -35,7 +31,6 @@ from shardwright import trace
 from shardwright.trace.events import Alloc, Free
 from shardwright.trace.recorder import Recorder
 
-HERE = Path(__file__).parent
 TOLERANCE = 1e-4  # of gradients, relative
 LANDED = ("parameter", "buffer", "input", "gradient", "optimizer")
 
@@ -61,26 +56,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs every row in its own namespaces, joins the results and prints the table."""
     options = arguments()
-    keys = ("layers", "width", "batch", "sequence", "rounds", "patience")
-    results: dict[str, Any] = {
-        "task": {key: getattr(options, key) for key in keys},
-        "software": {"python": platform.python_version(), "torch": torch.__version__},
-        "groups": [],
-    }
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    environment = {**os.environ, **quiet, "PYTHON": sys.executable}
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.hosts_by_ranks:
-            hosts, ranks = name.split("x")
-            part = Path(folder, f"{name}.json")
-            given = [f"--{key}={value}" for key, value in results["task"].items()]
-            given += ["--rates", *map(str, options.rates), "--out", str(part)]
-            command = [HERE / "netlab.sh", hosts, ranks, f"{options.rates[0]}gbit", HERE / "sharding.py", *given]
-            subprocess.run([str(word) for word in command], env=environment, check=True)
-            shape = {"hosts": int(hosts), "ranks": int(ranks), "cores": os.cpu_count()}
-            results["groups"].append({**shape, **json.loads(part.read_text())})
-    results["seconds"] = round(time.monotonic() - began)
+    task = {key: getattr(options, key) for key in ("layers", "width", "batch", "sequence", "rounds", "patience")}
+    results = run(Path(__file__), task, options.rates, [Row.of(name) for name in options.hosts_by_ranks])
     write(options.out, results)
     print(markdown(results))
     return 0
@@ -97,14 +74,7 @@ def work() -> None:
     variants = every_variant(task, mesh)
     expected = mean_gradients(variants[0])
     found = [{"name": v.name, "family": v.family, **inspect(v, expected), "timed": {}} for v in variants]
-    for rate in options.rates:
-        limit(rate)
-        patience = Patience(options.patience)
-        for step in range(options.rounds):
-            for place in turns(len(variants), step):
-                times = found[place]["timed"].setdefault(f"{rate:g}", {})
-                for key, value in measure(variants[place], patience).items():
-                    times.setdefault(key, []).append(value)
+    time_in_turns(variants, found, options.rates, options.rounds, options.patience)
     if dist.get_rank() == 0:
         write(options.out, {"variants": found})
     dist.barrier()

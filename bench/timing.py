@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,20 @@ def write(path: Path, data: Any) -> None:
     draft = path.with_name(path.name + ".draft")
     draft.write_text(json.dumps(data, indent=1))
     draft.rename(path)
+
+
+def time_in_turns(
+    variants: Sequence[Steps], found: Sequence[dict[str, Any]], rates: Sequence[float], rounds: int, patience: float
+) -> None:
+    """Times every variant at every rate, round by round, into its ``found["timed"][rate]``: measure → values."""
+    for rate in rates:
+        limit(rate)
+        left = Patience(patience)
+        for step in range(rounds):
+            for place in turns(len(variants), step):
+                times = found[place]["timed"].setdefault(f"{rate:g}", {})
+                for key, value in measure(variants[place], left).items():
+                    times.setdefault(key, []).append(value)
 
 
 def turns(count: int, step: int) -> list[int]:

@@ -50,3 +50,24 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory in which malformed.py's plan, cluster and run are right."""
+    from malformed import CLUSTER, CONFIG, PLAN, RUN
+
+    (tmp_path / "text").mkdir()
+    (tmp_path / "pretrained").mkdir()
+    for name, text in {
+        "config.json": CONFIG,
+        "tokenizer.json": "{}",
+        "text/a.txt": "a",
+        "text/b.txt": "b",
+        "held.jsonl": '{"body": "b"}\n',
+        "plan.yaml": PLAN,
+        "cluster.yaml": CLUSTER,
+        "run.yaml": RUN,
+    }.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path

@@ -1,4 +1,4 @@
-"""The gradient bucket and packed collectives: sums against dense ones; memory and collectives as the trace has them."""
+"""The gradient bucket: sums against dense ones; memory and collectives as the trace has them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import dense
 import shardwright as sw
 from ranks import on_ranks
-from shardwright.comm import GatheringPacked, GatheringTogether, ReducingPacked, Runtime, Scattering
+from shardwright.comm import GatheringPacked, ReducingPacked, Runtime, Scattering
 from shardwright.mesh import chunk
 from shardwright.trace import Alloc, Free, record
 
@@ -506,80 +506,3 @@ SIZES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, m
 def test_any_sizes_add_up_in_as_many_collectives_as_greedy_packing_needs(kind, shapes, cap, n):
     for fine, logged, most, left, due, _ in on_ranks(n, reduce_all, shapes, cap, kind):
         assert fine and [size for _, _, size, _ in logged] == due and left == 0 and most <= cap + cap / n
-
-
-# -- packed collectives
-
-
-def packed_gather(shapes, dtype, leased):
-    group = Runtime.of(line()).group(("data",))
-    arena = Runtime.of(line()).arena
-    wholes = [gradient_of(shape, 0, i, torch.float32) for i, shape in enumerate(shapes)]
-    parts = [mine(whole).clone() for whole in wholes]
-    found = [torch.full_like(whole, torch.nan, dtype=dtype) for whole in wholes]
-    with record(*parts, *found) as trace:
-        pairs = list(zip(parts, found, strict=True))
-        handle = GatheringPacked(pairs, group, "unit", "async", arena if leased else None)
-        handle.finish()
-        handle.finish()
-        del handle, pairs
-    fine = all(torch.equal(a.float(), b) for a, b in zip(found, wholes, strict=True))
-    size, own = (sum(t.numel() for t in some) * dtype.itemsize for some in (wholes, parts))
-    logged = [(c.kind, c.module, c.size, c.sent) for c in trace.collectives]
-    due = [("all_gather", "unit", size, own * (dist.get_world_size() - 1))]
-    sends = trace.points[-1].total - trace.points[0].total
-    return fine, logged == due, sends, arena.held, most_alive(trace, "gathered") == ((size, 0) if leased else (0, 0))
-
-
-@pytest.mark.parametrize("leased", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n", [2, 3, 8])
-def test_small_gathers_travel_as_one_message_to_each_rank(n, dtype, leased):
-    assert on_ranks(n, packed_gather, SHAPES, dtype, leased) == [(True, True, 0, 0, True)] * n
-
-
-def messages(packed: bool) -> int:
-    """How many sends this rank makes to gather all."""
-    group = Runtime.of(line()).group(("data",))
-    pairs = [(torch.ones(2), torch.zeros(2 * group.size)) for _ in range(10)]
-    with mock.patch.object(dist, "isend", side_effect=dist.isend) as sends:
-        (GatheringPacked if packed else GatheringTogether)(pairs, group, "", "blocking").finish()
-    return sends.call_count
-
-
-def test_ten_small_gathers_are_one_message_a_peer():
-    assert on_ranks(4, messages, True) == [3] * 4
-    assert on_ranks(4, messages, False) == [30] * 4
-
-
-def packed_reduction(shapes, dtype, wide):
-    group = Runtime.of(line()).group(("data",))
-    tensors = [gradient_of(shape, dist.get_rank(), i, dtype) for i, shape in enumerate(shapes)]
-    tensors.append(torch.tensor(1.0, dtype=dtype))
-    with record(*tensors) as trace:
-        handle = ReducingPacked(tensors, group, "unit", "async", wide)
-        handle.advance()
-        handle.finish()
-    expected = [*(summed(shape, i) for i, shape in enumerate(shapes)), torch.tensor(float(group.size))]
-    fine = all(torch.equal(a.double(), b.double()) for a, b in zip(tensors, expected, strict=True))
-    size = sum(t.numel() for t in tensors) * (4 if wide else dtype.itemsize)
-    return fine, [(c.kind, c.size, c.mode) for c in trace.collectives] == [("all_reduce", size, "async")]
-
-
-@pytest.mark.parametrize("dtype, wide", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
-@pytest.mark.parametrize("n", [2, 4])
-def test_small_all_reduces_are_one(n, dtype, wide):
-    assert on_ranks(n, packed_reduction, SHAPES, dtype, wide) == [(True, True)] * n
-
-
-def mixed_types():
-    group = Runtime.of(line()).group(("data",))
-    tensors = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
-    with pytest.raises(ValueError, match=r"unit: found torch.float32 and torch.float64; allowed: one element type"):
-        ReducingPacked(tensors, group, "unit", "async")
-    with pytest.raises(ValueError, match=r"unit: found a part of shape \(3,\); allowed: \(1,\)"):
-        GatheringPacked([(torch.ones(3), torch.ones(2))], group, "unit", "async")
-
-
-def test_packed_collectives_refuse_what_does_not_fit():
-    on_ranks(2, mixed_types)

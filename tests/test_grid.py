@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import counting
 import dense
+import draws
 import fuzz
 import grids
 import shardwright as sw
@@ -258,7 +259,7 @@ def in_bfloat16(axes, kind, overlap, chunks, recompute):
     fields = grids.layout_of("grid-scatter", kind).to_dict()
     names = dict(zip(axes, ("data", "tensor", "depth"), strict=True))
     roles = {role: [names[axis] for axis in fields[role]] for role in "mnk"} | {"w": "sharded"}
-    draw = next(draw for number in itertools.count() if (draw := fuzz.make(1, number)).form == "any")
+    draw = next(draw for number in itertools.count() if (draw := draws.make(1, number)).form == "any")
     return dataclasses.replace(
         draw, roles=json.dumps(roles), overlap=overlap, chunks=chunks, recompute=recompute, dtype="bfloat16", k=24,
         data=axes["i"], tensor=axes["j"], depth=axes["l"], tokens=42, n=(20, 9), frozen=(), save_x="shard",
@@ -269,9 +270,9 @@ def in_bfloat16(axes, kind, overlap, chunks, recompute):
 @pytest.mark.parametrize("axes", GRIDS[:4], ids=named)
 def test_a4_modes_that_cut_alike_agree_bit_for_bit(axes):
     choices = itertools.product(grids.KINDS, ("async", "ring"), (1, 2, 3), (False, True))
-    draws = [in_bfloat16(axes, *choice) for choice in choices]
-    assert all(fuzz.twin(draw) is not None for draw in draws)
-    on_ranks(world(axes), fuzz.check, draws)
+    made = [in_bfloat16(axes, *choice) for choice in choices]
+    assert all(fuzz.twin(draw) is not None for draw in made)
+    on_ranks(world(axes), fuzz.check, made)
 
 
 def whole_order(layout, axes):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+import draws
 import fuzz
 
-DRAWS = [fuzz.make(0, number) for number in range(500)]
+DRAWS = [draws.make(0, number) for number in range(500)]
 
 
 def test_the_draws_cover_what_they_should():
@@ -28,7 +29,7 @@ def test_the_draws_cover_what_they_should():
 
 def test_a_draw_can_be_replayed():
     for draw in DRAWS[:50]:
-        assert fuzz.Draw.from_json(draw.to_json()) == draw
+        assert draws.Draw.from_json(draw.to_json()) == draw
 
 
 def test_random_products_equal_dense():

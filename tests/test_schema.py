@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from malformed import CLUSTER, CLUSTERS, PLAN, PLANS, RUN, RUNS
 from shardwright.layout import CHOICES, OPERAND_WORDS, presets
 from shardwright.report.schema import FILES, UNITS, file_fields, is_number, json_schema, markdown, unit
 from test_cli import modules_after, refused, run
-from test_files import CLUSTER, CLUSTERS, PLAN, PLANS, RUN, RUNS
 
 PAGE = Path(__file__).parent.parent / "docs" / "files.md"
 NAMES = {"version", "seed"}

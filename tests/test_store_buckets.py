@@ -111,6 +111,20 @@ def test_in_a_plan_a_bucket_trains_alike_and_is_rehearsed_and_a_unit_may_stay_ou
         assert len([kind for kind, _, of in found if kind == "all_reduce" and of == ("tensor",)]) == 2
 
 
+def test_ranks_that_a_tensor_axis_gives_unequal_parts_decide_alike():
+    """Of gate and up one rank holds 73 rows, the other 72: a cap between their limits makes neither small.
+
+    What else they do stands at the same points, or they would wait for each other.
+    """
+    path = tiny.config_path(intermediate_size=145)
+    plan = tiny.plan_of({"data": 2, "tensor": 2}, "sequence-parallel", path, params={"*": "parameters"}, bucket=112_000)
+    sequences = [
+        [(c.kind, c.axes, c.module) for c in trace.collectives if c.module != "bucket"]
+        for _, trace in on_ranks(4, tiny.train, plan, 2, 2, path)
+    ]
+    assert sequences == [sequences[0]] * 4
+
+
 def aborted():
     """The largest error of gradients after a backward that an exception ended, with a bucket half full."""
     case = CASES["root kept"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dense
+import draws
 import fuzz
 import grids
 import shardwright as sw
@@ -146,7 +147,7 @@ def test_reduction_in_float32_and_other_element_sizes(dtype):
         for layout, axes in itertools.product(
             (dataclasses.replace(base, overlap=overlap, reduce_dtype=word),), (MESHES[1], MESHES[2], MESHES[5])
         )
-        if fuzz.supported(layout)
+        if draws.supported(layout)
     ]
     assert {case.layout.reduce_dtype for case in cases} == {"same", "float32"}
     check(cases)
@@ -171,16 +172,16 @@ def test_heads_that_several_ranks_share_and_fused_parts():
     )
 
 
-def from_draw(draw: fuzz.Draw) -> Case:
+def from_draw(draw: draws.Draw) -> Case:
     (layout,) = draw.layouts
     frozen = tuple(name.removeprefix("0.") for name in draw.frozen)
-    axes, dtype = tuple(draw.axes.items()), fuzz.DTYPES[draw.dtype]
+    axes, dtype = tuple(draw.axes.items()), draws.DTYPES[draw.dtype]
     return Case(layout, axes, draw.tokens, draw.k, plain(*draw.n), draw.bias, frozen, dtype)
 
 
 def test_random_draws():
-    draws = (fuzz.make(2, number) for number in range(250))
-    check([from_draw(draw) for draw in draws if draw.form != "pair"])
+    made = (draws.make(2, number) for number in range(250))
+    check([from_draw(draw) for draw in made if draw.form != "pair"])
 
 
 GRIDS = [

@@ -13,6 +13,7 @@ import typer
 
 from shardwright._errors import DoesNotFit, InputError
 from shardwright._replacing import check_directory, write_text
+from shardwright.sharding import LEVELS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +27,7 @@ BAD_INPUT, DOES_NOT_FIT = 2, 3
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 """Short names of element types."""
 
-LEVELS = "replicate, optimizer, gradients, parameters"
+STORED = ", ".join(LEVELS)
 SIZE = "such as 72GiB (GiB = 2^30 bytes)"
 app = typer.Typer(
     name="shardwright",
@@ -67,7 +68,7 @@ def demo(
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help=f"Limit for the peak of a rank, {SIZE}.")] = None,
     steps: Annotated[int, typer.Option(help="Training steps, at least 2.")] = 60,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
-    level: Annotated[str | None, typer.Option(metavar="LEVEL", help=f"Store parameters so: {LEVELS}.")] = None,
+    level: Annotated[str | None, typer.Option(metavar="LEVEL", help=f"Store parameters so: {STORED}.")] = None,
     json_path: JsonOption = None,
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep plan, text, metrics and traces in DIR (new or empty).")
@@ -111,7 +112,7 @@ def rehearse(
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches of a step (config only).")] = None,
     level: Annotated[
         str | None,
-        typer.Option(metavar="LEVEL", help=f"Store parameters over the data axes so (config only): {LEVELS}."),
+        typer.Option(metavar="LEVEL", help=f"Store parameters over the data axes so (config only): {STORED}."),
     ] = None,
     fallback: Annotated[
         bool, typer.Option("--fallback", help="Take a model without a rule table, its linears unsplit (config only).")

@@ -25,6 +25,8 @@ from shardwright._errors import InputError
 LEVELS = ("replicate", "optimizer", "gradients", "parameters")
 ONCE_A_STEP = ("replicate", "optimizer")
 """Levels at which gradients of several micro-batches add up whole, to be reduced once a step."""
+FAIR_SHARE = 4
+"""Gradients travel before their unit is complete once they are a fourth of its bytes, and as much is still to come."""
 ELEMENT_TYPES = ("float32", "bfloat16", "float64")
 
 

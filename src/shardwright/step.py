@@ -105,10 +105,7 @@ class TrainStep:
     ):
         self.model = model
         self.loss = model.loss_function.over_vocabulary
-        store = getattr(model, "parameter_store", None)  # a model without a rule table has none
-        self.accumulate: Callable[[], AbstractContextManager[None]] = (
-            store.schedule.accumulate if store is not None else nullcontext
-        )
+        self.accumulate: Callable[[], AbstractContextManager[None]] = model.parameter_store.schedule.accumulate
         self.optimizer = FusedAdamW(
             model.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay, max_grad_norm=max_grad_norm
         )

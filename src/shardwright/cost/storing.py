@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.cost.place import Group, Move, Moves
-
-FAIR_SHARE = 4
-"""As in params/unit.py."""
+from shardwright.sharding import FAIR_SHARE
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,14 @@ class Cut:
         return whole.detach().clone(memory_format=torch.contiguous_format)
 
 
-def cut_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Cut:
-    """What this rank holds of a tensor of ``shape``, as DTensor cuts it: axis after axis in mesh order."""
-    place = mesh.get_coordinate()
+def cut_of(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], place: Sequence[int] | None = None
+) -> Cut:
+    """What this rank holds of a tensor of ``shape``, as DTensor cuts it: axis after axis in mesh order.
+
+    place: of another rank, by its coordinates in ``mesh``; the first one on every axis holds most.
+    """
+    place = mesh.get_coordinate() if place is None else place
     assert place is not None, "the rank is not in the mesh"
     ranges: list[Ranges] = [((0, length),) for length in shape]
     for size, index, placement in zip(mesh.shape, place, placements, strict=True):

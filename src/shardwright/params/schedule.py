@@ -1,8 +1,8 @@
 """The schedule: which units are gathered, which comes next, and how many may be alive at once.
 
 The order in which units are asked for is recorded in the first forward and in the first backward; from the next one on
-the unit that comes next is gathered ahead, as far as the stated number of living units allows. No
-decision reads the time or whether a collective has finished, so every rank, and a rehearsal, decides alike.
+the units that come next are gathered ahead, as far as the stated number of living units allows. No decision reads the
+time or whether a collective has finished, so every rank, and a rehearsal, decides alike.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
 
-from shardwright import trace
-from shardwright.comm.bucket import GradientBucket, Kind
-from shardwright.comm.groups import AxisGroup
+from shardwright.params.sharing import Sharing
 from shardwright.params.unit import Handles, Unit
+from shardwright.sharding import ONCE_A_STEP, Sharding
 
 if TYPE_CHECKING:
     from shardwright.params.stored import StoredParameter
-from shardwright.sharding import ONCE_A_STEP, Sharding
 
 
 class InFlightError(RuntimeError):
@@ -68,7 +65,7 @@ class Schedule:
         self._at: Unit | None = None
         self._following: list[Unit] = []
         self._moving: deque[tuple[Iterator[Handles], Handles]] = deque()
-        self._buckets: dict[tuple[str, AxisGroup, int], GradientBucket] = {}
+        self._sharing = Sharing()
 
     def new_unit(self, name: str, sharding: Sharding) -> Unit:
         """A unit without members yet."""
@@ -166,10 +163,10 @@ class Schedule:
         """Called by whatever happens first in a backward."""
         if self._task == task:
             return
-        # Another task than before, and no forward since: a backward inside of one (a reentrant checkpoint).
-        self._task = task
+        self._task = task  # another one than before without a forward since is a backward inside of one
         self._enter("backward")
-        self._expect_small()
+        held = [unit for unit in self.units if unit.sharding.level in self.accumulating]
+        self._sharing.expect([s for unit in self.units if unit not in held for s in unit.members if s.trains])
         engine: Any = Variable._execution_engine
         engine.queue_callback(self._end_backward)
 
@@ -179,10 +176,7 @@ class Schedule:
                 unit.complete()
         while self._moving:
             self._step_all()
-        for kind in ("reduce_scatter", "all_reduce"):  # parts of a scattered gradient may be summed over more axes
-            for (of_kind, _, _), bucket in self._buckets.items():
-                if of_kind == kind:
-                    bucket.flush()
+        self._sharing.finish()
         self._task = -1
         for unit in self.units:
             unit.busy = 0
@@ -198,8 +192,7 @@ class Schedule:
             _, handles = self._moving.popleft()
             for handle in handles:
                 handle.finish()
-        for bucket in self._buckets.values():
-            bucket.abandon()
+        self._sharing.abandon()
         for unit in self.units:
             unit.drop()
 
@@ -210,7 +203,7 @@ class Schedule:
 
         So the unreduced gradients of one launch are alive in a group, beside those that are being formed.
         """
-        fresh = [(stored, gradient) for stored, gradient in fresh if not self._shares(stored, gradient)]
+        fresh = [(stored, gradient) for stored, gradient in fresh if not self._sharing.take(stored, gradient)]
         if fresh:
             self._step_all()
             stages = unit.reduction(fresh)
@@ -218,62 +211,6 @@ class Schedule:
             self._continue(stages)
         if unit is self._at:
             self._gather_ahead()
-
-    def _shares(self, stored: StoredParameter, gradient: torch.Tensor) -> bool:
-        """Puts a small gradient into the bucket; False where it is to travel by itself."""
-        cap, group = stored.unit.sharding.bucket, stored.gather_group
-        if not cap or max(group.size, stored.rest_group.size) == 1:
-            return False
-        if group.size == 1:
-            gradient = stored.widened(gradient)
-            if not self._bucket("all_reduce", stored.rest_group, cap, stored).takes(gradient):
-                return False
-            self._sum(stored, gradient)
-            return True
-        bucket = self._bucket("reduce_scatter", group, cap, stored)
-        if not bucket.takes(gradient, stored.local if stored.wide(gradient) else gradient):
-            return False
-        part = stored.new_gradient(gradient).zero_()
-        bucket.add(gradient, part, partial(self._sum, stored, part))
-        return True
-
-    def _sum(self, stored: StoredParameter, gradient: torch.Tensor) -> None:
-        """Sums a small gradient, or its part, over the axes that do not split storage, and lands it."""
-        gradient, group = stored.widened(gradient), stored.rest_group
-        if group.size == 1:
-            stored.land(gradient)
-        else:
-            bucket = self._bucket("all_reduce", group, stored.unit.sharding.bucket, stored)
-            bucket.add(gradient, gradient, partial(stored.land, gradient))
-
-    def _bucket(self, kind: Kind, group: AxisGroup, cap: int, stored: StoredParameter) -> GradientBucket:
-        key = (kind, group, cap)
-        if key not in self._buckets:
-            self._buckets[key] = GradientBucket.over(stored.runtime, group, cap, kind)
-        return self._buckets[key]
-
-    def _expect_small(self) -> None:
-        """Tells the buckets what this backward may bring, so that none is larger than that."""
-        for unit in self.units:
-            for stored in unit.members:
-                cap, group = unit.sharding.bucket, stored.gather_group
-                if not cap or not stored.trains or unit.sharding.level in self.accumulating:
-                    continue
-                with trace.quiet():
-                    like = torch.empty((), dtype=stored.dtype, device=stored.local.device).expand(stored.whole_shape)
-                    total = stored.local if stored.wide(like) else like
-                if group.size > 1:
-                    bucket = self._bucket("reduce_scatter", group, cap, stored)
-                    small = bucket.takes(like, total)
-                    if small:
-                        bucket.expect(like, total)
-                    like = stored.local
-                else:
-                    small = True
-                if small and stored.rest_group.size > 1:
-                    bucket = self._bucket("all_reduce", stored.rest_group, cap, stored)
-                    if bucket.takes(like, total):
-                        bucket.expect(like, total)
 
     def _step_all(self) -> None:
         for _ in range(len(self._moving)):
@@ -290,8 +227,7 @@ class Schedule:
         for _, handles in self._moving:
             for handle in handles:
                 handle.advance()
-        for bucket in self._buckets.values():
-            bucket.advance()
+        self._sharing.advance()
 
     @contextmanager
     def accumulate(self, levels: tuple[str, ...] = ONCE_A_STEP) -> Iterator[None]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright import trace
 from shardwright.comm import Runtime
-from shardwright.params.placement import wrap
+from shardwright.params.placement import cut_of, wrap
 from shardwright.params.schedule import Schedule
 from shardwright.params.unit import Unit, Use
 from shardwright.sharding import Sharding
@@ -79,6 +79,14 @@ class StoredParameter:
         """The shape of the gathered W."""
         shape = self.local.shape
         return shape if self._rows is None else torch.Size((self._rows, *shape[1:]))
+
+    @property
+    def most_shape(self) -> tuple[int, ...]:
+        """The whole shape on the rank that uses most, where other axes cut the parameter unevenly."""
+        mesh, placements = cast(DTensor, self.parameter).device_mesh, [*cast(DTensor, self.parameter).placements]
+        if self._rows is not None:
+            placements[-1] = Replicate()  # the axis of its storage
+        return cut_of(self.parameter.shape, mesh, placements, [0] * mesh.ndim).local_shape
 
     @property
     def used_shape(self) -> torch.Size:

@@ -25,7 +25,7 @@ import torch
 
 from shardwright.comm import GatheringPacked, GatheringTogether, Logged, ReducingTogether, ScatteringTogether
 from shardwright.comm.groups import AxisGroup
-from shardwright.sharding import Sharding
+from shardwright.sharding import FAIR_SHARE, Sharding
 
 if TYPE_CHECKING:
     from shardwright.params.schedule import Schedule
@@ -47,8 +47,6 @@ class Use:
 SMALL_BYTES, SMALL_SHARE = 2**16, 16
 """W of at most so many bytes, and such a share of its unit, is gathered packed with others: a message costs more than
 to copy it."""
-FAIR_SHARE = 4
-"""Gradients travel before the unit is complete once they are a fourth of its bytes, and as much is still to come."""
 
 
 class Unit:
