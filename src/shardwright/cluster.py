@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
-from shardwright._files import SIZES, STRICT, SizeText, Version1, parse_bytes, read_yaml
+from shardwright._files import SIZES, STRICT, FieldError, SizeText, Version1, parse_bytes, read_yaml, write_yaml
 
 Size = Annotated[
     int,
@@ -15,6 +15,27 @@ Size = Annotated[
     BeforeValidator(parse_bytes, json_schema_input_type=Annotated[int, Field(ge=1)] | SizeText),
     Field(json_schema_extra={"x-allowed": f"a size above 0: {SIZES}"}),
 ]
+
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+"""Collectives, by the names of the trace."""
+
+HEADER = (
+    "shardwright cluster: hosts of equal devices, what one computes and what the links carry.\n"
+    "Edit by hand as you like; it is checked again when loaded. Sizes are bytes, times are seconds."
+)
+
+
+class Product(BaseModel):
+    """One product Y[m,n] = X[m,k] · W[n,k]ᵀ that was measured on one device, its neighbours at work too."""
+
+    model_config = STRICT
+
+    dtype: str = Field(description="element type")
+    m: int = Field(ge=1, description="rows of X, a count")
+    n: int = Field(ge=1, description="rows of W, a count")
+    k: int = Field(ge=1, description="columns of both, a count")
+    flops: float = Field(gt=0, description="floating-point operations per second")
 
 
 class Device(BaseModel):
@@ -27,15 +48,48 @@ class Device(BaseModel):
     flops: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
         default=None, description="element type → most floating-point operations per second of one device"
     )
+    efficiency: float = Field(
+        default=1.0, gt=0, le=1, description="share of these that large products reach, a ratio without a unit"
+    )
+    memory_bandwidth: float | None = Field(
+        default=None, gt=0, description="bytes per second between one device and its memory; null: no limit"
+    )
+    overhead: float = Field(default=0.0, ge=0, description="seconds that one operator takes whatever its size")
+    products: list[Product] = Field(default=[], description="products that were measured; they go before flops")
 
 
 class Link(BaseModel):
-    """One kind of link, as one rank sees it in one direction."""
+    """One kind of link, as one rank sees it in one direction while its neighbours send too."""
 
     model_config = STRICT
 
     latency: float = Field(ge=0, description="seconds from the start of a message to its first byte")
     bandwidth: float = Field(gt=0, description="bytes per second")
+
+
+class Measured(BaseModel):
+    """A collective over groups of one shape, all groups of the mesh at once: seconds = latency + sent / bandwidth."""
+
+    model_config = STRICT
+
+    kind: Annotated[str, Field(json_schema_extra={"enum": list(KINDS)})] = Field(description="collective")
+    ranks: int = Field(ge=2, description="ranks of a group")
+    hosts: int = Field(ge=1, description="hosts that a group spans")
+    latency: float = Field(ge=0, description="seconds for a message without bytes")
+    bandwidth: float = Field(gt=0, description="bytes per second that one rank sends")
+    beside: float = Field(
+        default=1.0, ge=1, description="times as long beside a product, a ratio without a unit; 1: not slowed down"
+    )
+    residual: float = Field(
+        default=0.0, ge=0, description="median distance of a measurement from the fit, a ratio without a unit"
+    )
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        if kind not in KINDS:
+            raise FieldError((), kind, ", ".join(KINDS))
+        return kind
 
 
 class Links(BaseModel):
@@ -46,6 +100,9 @@ class Links(BaseModel):
     within_host: Link = Field(description="between two devices of one host")
     between_hosts: Link | None = Field(
         default=None, description="between devices of two hosts; null where there is one host"
+    )
+    measured: list[Measured] = Field(
+        default=[], description="collectives that were measured (shardwright profile); they go before the links"
     )
 
 
@@ -64,6 +121,10 @@ class Cluster(BaseModel):
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """The cluster in a file; raises InputError, one line."""
         return read_yaml(path, cls)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cluster as YAML, whole or not at all."""
+        write_yaml(path, self.model_dump(mode="json", exclude_none=True), HEADER)
 
     @property
     def devices(self) -> int:
