@@ -25,13 +25,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardwright.cost.machine import Machine
+from shardwright.cost.operators import PRODUCTS
 from shardwright.trace.events import Collective, Event, Op, Wait
 from shardwright.trace.trace import Trace
 
 COMPUTE = "compute"
 """Name of the compute stream; the others bear the names of their axes."""
-
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class Span(NamedTuple):
@@ -298,4 +297,4 @@ def _find_first_sends(
 
 
 def _is_product(name: str) -> bool:
-    return name.split(".")[1].rstrip("_") in _PRODUCTS
+    return name.split(".")[1].rstrip("_") in PRODUCTS
