@@ -90,15 +90,18 @@ class _Operation:
     def blocking(self) -> bool:
         return self.event.mode == "blocking"
 
-    def together(self, machine: Machine) -> int:
-        """Pieces that may be under way at once."""
-        kind, count = self.event.kind, len(self.pieces)
+    def leaves_at_once(self, backend: str) -> bool:
+        """Whether all pieces are sent to their ranks when the first one is: a gather, a direct reduce-scatter."""
         if self.event.mode == "ring":
+            return False
+        direct = backend == "gloo" and self.waits == len(self.event.ranks) - 1
+        return self.event.kind == "all_gather" or (self.event.kind == "reduce_scatter" and direct)
+
+    def together(self, backend: str) -> int:
+        """Pieces that may be under way at once."""
+        if not self.leaves_at_once(backend):
             return 1
-        if kind == "all_gather":
-            return count
-        direct = kind == "reduce_scatter" and machine.backend == "gloo" and count == len(self.event.ranks) - 1
-        return 2 if direct else 1
+        return len(self.pieces) if self.event.kind == "all_gather" else 2
 
 
 @dataclass(eq=False)
@@ -158,24 +161,25 @@ class _Clock:
             self._busy.setdefault(axis, 0.0)
             self._exposed.setdefault(axis, 0.0)
         takes = self._machine.ring if event.mode == "ring" else self._machine.collective
-        # Pieces of one gather leave together and share one latency; pieces that follow each other pay it each.
-        messages = 1 if event.mode != "ring" and event.kind == "all_gather" else count
+        # Pieces that leave at once share one latency; those that follow each other pay it each.
+        messages = 1 if operation.leaves_at_once(self._machine.backend) else count
         seconds = takes(event.kind, event.axes, event.size, event.sent, messages)
         slow = 1.0 if operation.blocking else self._machine.beside(event.kind, event.axes)
         operation.pieces = [_Piece(operation, seconds / count, slow) for _ in range(count)]
 
     def _launch(self, operation: _Operation) -> None:
         """As many pieces as may be under way beyond those that were waited for."""
-        due = min(operation.waited + operation.together(self._machine), len(operation.pieces))
+        due = min(operation.waited + operation.together(self._machine.backend), len(operation.pieces))
         self._under_way += operation.pieces[operation.launched : due]
         operation.launched = max(operation.launched, due)
 
     def _work(self, event: Op) -> None:
         seconds = self._machine.operator(event.name, event.shapes)
         if seconds:
-            self._spans.append(Span(COMPUTE, event.name, event.module, self._now, self._now + seconds))
-            self._compute += seconds
+            start = self._now
             self._pass(seconds, computing=True)
+            self._compute += seconds
+            self._spans.append(Span(COMPUTE, event.name, event.module, start, self._now))
 
     def _wait(self, operation: _Operation) -> None:
         self._launch(operation)
@@ -212,21 +216,22 @@ class _Clock:
 
     def _pass(self, seconds: float, computing: bool) -> None:
         """Time goes on by ``seconds``, and with it what is under way."""
-        end = self._now + seconds
+        end, left = self._now + seconds, seconds
         while self._under_way:
             moving = self._moving()
             needs = {piece: piece.left * (piece.slow if computing else 1.0) for piece in moving}
             least = min(needs.values())
-            until = min(least, end - self._now)
+            until = min(least, left)
             for piece in moving:
                 if piece.start is None:
                     piece.start = self._now
                 piece.left -= until / (piece.slow if computing else 1.0)
                 for axis in piece.axes:
                     self._busy[axis] += until
-            if least > until:
+            if least > left:
                 break
             self._now += least
+            left -= least
             for piece in moving:
                 if needs[piece] == least:
                     self._end(piece)
@@ -297,4 +302,4 @@ def _find_first_sends(
 
 
 def _is_product(name: str) -> bool:
-    return name.split(".")[1].rstrip("_") in PRODUCTS
+    return name.removeprefix("aten.").partition(".")[0].rstrip("_") in PRODUCTS
