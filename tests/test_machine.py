@@ -270,7 +270,7 @@ def test_devices_by_name():
     assert (big.hosts, big.devices_per_host, big.devices) == (2048, 8, 16384)
     assert (Cluster.named("3xA100-80GB").hosts, Cluster.named("3xA100-80GB").devices) == (1, 3)
     for text in ("12xH200", "H200", "0xH200", "8xB1000", "x", "8 x H200", "-8xH200", "8xH200x"):
-        with pytest.raises(sw.InputError, match="^devices: found '"):
+        with pytest.raises(sw.InputError, match=r"^devices: found '"):
             Cluster.named(text)
 
 

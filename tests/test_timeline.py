@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -227,7 +228,7 @@ def test_overlap_never_costs_and_no_stream_is_busy_longer_than_the_step(events, 
         assert line.stood <= sum(line.exposed.values()) + 1e-9
         for stream in {span.stream for span in line.spans}:
             spans = [span for span in line.spans if span.stream == stream]
-            assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+            assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(spans))
 
 
 @given(traces(), st.integers(0, 7), st.integers(1, 9))
