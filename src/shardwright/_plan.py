@@ -432,15 +432,19 @@ class Plan(BaseModel):
     def sharding_for(self, unit: str) -> Sharding:
         """How the unit's parameters are stored: as the first pattern that matches says, else whole."""
         dtype = self.dtype if self.master_dtype not in (None, self.dtype) else None
-        for pattern, stored in self.params.items():
-            if fnmatchcase(unit, pattern) and stored.level != "replicate":
-                axes = (stored.axes,) if isinstance(stored.axes, str) else tuple(stored.axes or self.data_axes)
-                if not axes:
-                    break  # no axis splits data: nothing to split storage over
-                return Sharding(stored.level, axes, stored.keep, dtype, stored.reduce_dtype, self._bucket_of(stored))
-            if fnmatchcase(unit, pattern):
-                return Sharding(dtype=dtype, reduce_dtype=stored.reduce_dtype, bucket=self._bucket_of(stored))
-        return Sharding(dtype=dtype, bucket=self.bucket)
+        stored = self.stored_for(unit)
+        if stored is None:
+            return Sharding(dtype=dtype, bucket=self.bucket)
+        if stored.level == "replicate":
+            return Sharding(dtype=dtype, reduce_dtype=stored.reduce_dtype, bucket=self._bucket_of(stored))
+        axes = (stored.axes,) if isinstance(stored.axes, str) else tuple(stored.axes or self.data_axes)
+        if not axes:  # no axis splits data: nothing to split storage over
+            return Sharding(dtype=dtype, bucket=self.bucket)
+        return Sharding(stored.level, axes, stored.keep, dtype, stored.reduce_dtype, self._bucket_of(stored))
+
+    def stored_for(self, unit: str) -> _Stored | None:
+        """What the first pattern that matches the unit's name says of its parameters, or None."""
+        return next((stored for pattern, stored in self.params.items() if fnmatchcase(unit, pattern)), None)
 
     def _bucket_of(self, stored: _Stored) -> int:
         return self.bucket if stored.bucket is None else stored.bucket

@@ -1,0 +1,217 @@
+"""The certificate of a plan: it is rehearsed on each class of equal ranks, and what was predicted must come out.
+
+Collectives must agree across ranks too: the members of a group wait for each other, so they must issue the same ones in
+the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from shardwright import models
+from shardwright._plan import Plan
+from shardwright.mesh import ranks_along
+from shardwright.planner.classes import RankClass, rank_classes
+from shardwright.planner.stretch import rehearse_stretched
+from shardwright.trace import Collective, Trace
+
+
+class Uncertified(RuntimeError):
+    """A rehearsal says something else than the prediction; the message names the figure."""
+
+
+class Divergence(RuntimeError):
+    """Ranks would wait for each other for ever; the message names the first collective on which they do not agree."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one class of equal ranks needs (bytes): peak by phase, held by the autograd graph, sent in step 1."""
+
+    ranks: RankClass
+    peak: Mapping[str, int]
+    saved: int
+    volume: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a plan file."""
+        return {"ranks": len(self.ranks.ranks), "peak": dict(self.peak), "saved": self.saved, "volume": self.volume}
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the rehearsals of a plan say: figures of every class of ranks, and the arena's slots that serve them all.
+
+    traces: representative of each class → its rehearsal.
+    """
+
+    classes: tuple[Figures, ...]
+    arena: Mapping[str, list[int]]
+    traces: Mapping[int, Trace] = field(repr=False, compare=False)
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Phase → the most alive in it, on the fullest rank."""
+        return largest(figures.peak for figures in self.classes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most alive at once, on the fullest rank."""
+        return max(self.peak.values())
+
+    @property
+    def saved(self) -> int:
+        """The most that the autograd graph of a rank holds."""
+        return max(figures.saved for figures in self.classes)
+
+    @property
+    def volume(self) -> int:
+        """The most that a rank sends in step 1."""
+        return max(figures.volume for figures in self.classes)
+
+    def predicted(self) -> dict[str, Any]:
+        """The plan's field of that name."""
+        told = {f"rank {figures.ranks.representative}": figures.to_json() for figures in self.classes}
+        return {"peak": self.peak, "saved": self.saved, "volume": self.volume, "rank_classes": told}
+
+    def written(self, plan: Plan) -> Plan:
+        """The plan with what is certain of it: ``predicted`` and ``arena``."""
+        return plan.evolve(predicted=self.predicted(), arena=dict(self.arena))
+
+
+def certify(config: Any, plan: Plan, expected: Mapping[str, int] | None = None) -> Certificate:
+    """Rehearses two steps of ``plan`` on one rank of each class.
+
+    config: a path of a config.json, or a Hugging Face config. expected: ``peak``, ``saved`` and ``volume`` (bytes, of
+    the fullest rank), or some of them, as they were predicted.
+    Raises Uncertified where the rehearsals say something else, Divergence where collectives do not agree.
+    """
+    if isinstance(config, (str, Path)):
+        config = models.load_config(config)
+    classes = rank_classes(config, plan)
+    traces = {each.representative: rehearse_stretched(config, plan, each.representative) for each in classes}
+    agree_by_class(traces, classes, plan.mesh)
+    figures = tuple(_figures(each, traces[each.representative]) for each in classes)
+    certificate = Certificate(figures, slots(traces.values()), traces)
+    _compare(certificate, expected or {})
+    return certificate
+
+
+def _figures(ranks: RankClass, trace: Trace) -> Figures:
+    return Figures(ranks, trace.phase_peaks, trace.saved_bytes, trace.sent_bytes)
+
+
+def _compare(certificate: Certificate, expected: Mapping[str, int]) -> None:
+    found = {"peak": certificate.peak_bytes, "saved": certificate.saved, "volume": certificate.volume}
+    for name, bytes_expected in expected.items():
+        if found[name] != bytes_expected:
+            raise Uncertified(f"{name}: {bytes_expected:,} bytes were predicted, {found[name]:,} rehearsed")
+
+
+def predicted(traces: Sequence[Trace]) -> dict[str, Any]:
+    """What a plan file says of these ranks' rehearsals: bytes of the fullest one."""
+    return {
+        "peak": largest(trace.phase_peaks for trace in traces),
+        "saved": max(trace.saved_bytes for trace in traces),
+        "volume": max(trace.sent_bytes for trace in traces),
+    }
+
+
+def largest(peaks: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Phase → the largest of its peaks."""
+    found: dict[str, int] = {}
+    for each in peaks:
+        for phase, peak in each.items():
+            found[phase] = max(peak, found.get(phase, 0))
+    return found
+
+
+def slots(traces: Iterable[Trace]) -> dict[str, list[int]]:
+    """Slots (element type → bytes, largest first) that serve every rank's leases."""
+    found: dict[str, list[int]] = {}
+    for trace in traces:
+        for dtype, sizes in trace.arena.items():
+            merged = zip_longest(found.get(dtype, []), sizes, fillvalue=0)
+            found[dtype] = [max(pair) for pair in merged]
+    return found
+
+
+# -- do collectives agree? ---------------------------------------------------------------------------------------------
+
+
+def agree(traces: Mapping[int, Trace]) -> None:
+    """Raises Divergence unless the members of every group issue the same collectives over it, in the same order.
+
+    traces: rank → what it does. Members that are not among them are taken to agree.
+    """
+    said: dict[tuple[int, ...], dict[int, list[Collective]]] = {}
+    for rank, trace in traces.items():
+        for event in trace.collectives:
+            members = said.setdefault(event.ranks, {member: [] for member in event.ranks if member in traces})
+            members[rank].append(event)
+    for members in said.values():
+        first, *others = members
+        for other in others:
+            _agree(first, members[first], other, members[other])
+
+
+def agree_by_class(traces: Mapping[int, Trace], classes: Sequence[RankClass], mesh: Mapping[str, int]) -> None:
+    """The same where one trace speaks for each class: every two classes that meet in a group, once."""
+    speaker = {rank: each.representative for each in classes for rank in each.ranks}
+    said = {rank: _by_axes(trace, mesh) for rank, trace in traces.items()}
+    empty: list[Collective] = []
+    for axes in {axes for mine in said.values() for axes in mine}:
+        for pair in _meetings(axes, classes, speaker, mesh):
+            _agree(pair[0], said[pair[0]].get(axes, empty), pair[1], said[pair[1]].get(axes, empty))
+
+
+def _by_axes(trace: Trace, mesh: Mapping[str, int]) -> dict[tuple[str, ...], list[Collective]]:
+    found: dict[tuple[str, ...], list[Collective]] = {}
+    for event in trace.collectives:
+        found.setdefault(tuple(axis for axis in event.axes if mesh[axis] > 1), []).append(event)
+    return found
+
+
+def _meetings(
+    axes: Sequence[str], classes: Sequence[RankClass], speaker: Mapping[int, int], mesh: Mapping[str, int]
+) -> set[tuple[int, int]]:
+    """Pairs of representatives whose classes have members in one group along ``axes``."""
+    if len(classes) == 1:
+        return set()
+    pairs, done = set[tuple[int, int]](), set[int]()
+    for rank in speaker:
+        if rank not in done:
+            group = ranks_along(rank, axes, mesh)
+            done.update(group)
+            first, *others = sorted({speaker[member] for member in group})
+            pairs |= {(first, other) for other in others}
+    return pairs
+
+
+def _agree(one: int, ours: Sequence[Collective], other: int, theirs: Sequence[Collective]) -> None:
+    for index, (mine, its) in enumerate(zip_longest(ours, theirs)):
+        if mine is None or its is None or _kernel(mine) != _kernel(its):
+            members = (mine or its).ranks
+            raise Divergence(
+                f"collective {index} of the group of ranks {_few(members)}: rank {one} {_told(mine)}, rank {other} "
+                f"{_told(its)}"
+            )
+
+
+def _kernel(event: Collective) -> tuple[str, tuple[str, ...], int, int]:
+    return event.kind, event.axes, event.size, event.step
+
+
+def _told(event: Collective | None) -> str:
+    if event is None:
+        return "issues none"
+    where = f"{event.module or 'no module'}, step {event.step}, {event.phase}"
+    return f"issues {event.kind} over {'×'.join(event.axes)} of {event.size:,} bytes ({where})"
+
+
+def _few(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, …, {ranks[-1]} ({len(ranks)})"

@@ -1,0 +1,180 @@
+"""Stretched rehearsals: a model of many equal blocks is rehearsed with few, and what its middle blocks do is repeated.
+
+What comes out is the trace of the whole model, event by event.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwright import models
+from shardwright._plan import Plan
+from shardwright._rehearse import rehearse
+from shardwright.models import Family, family_of, has_rule
+from shardwright.planner.repeat import Repeat, repeated
+from shardwright.planner.segments import NotPeriodic
+from shardwright.trace import Trace
+
+LONGEST_PERIOD = 8
+"""Blocks of the longest pattern of unlike blocks that is looked for."""
+
+FURTHER = 2
+"""Neighbours that are added on each side where the middle blocks do not do the same yet."""
+
+
+def rehearse_stretched(config: Any, plan: Plan, rank: int = 0, steps: int = 2) -> Trace:
+    """What ``rank`` would do under ``plan`` in its first ``steps`` steps: ``rehearse``, but faster for many blocks.
+
+    config: a path of a config.json, or a Hugging Face config. A model whose blocks are few, or do not do the same, is
+    rehearsed as it is.
+    """
+    if isinstance(config, (str, Path)):
+        config = models.load_config(config)
+    if not has_rule(config):
+        return rehearse(config, plan, rank, steps)
+    family = family_of(config)
+    found = runs(kinds(family, config, plan))
+    for radius in (plan.in_flight, plan.in_flight + FURTHER):
+        short = [shortened(run, radius) for run in found]
+        if all(run.copies == 0 for run in short):
+            break
+        try:
+            return _stretched(family, config, plan, rank, steps, short)
+        except NotPeriodic:
+            continue
+    return rehearse(config, plan, rank, steps)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks [start, start + length) of the whole model, of which each is like the one ``period`` before it.
+
+    kept: how many of them are rehearsed. radius: how many of these come before the unit that is repeated.
+    keeps: whether W stays gathered from a forward to its backward.
+    """
+
+    start: int
+    length: int
+    period: int
+    kept: int
+    radius: int = 0
+
+    @property
+    def copies(self) -> int:
+        """How often the unit is repeated."""
+        return (self.length - self.kept) // self.period
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks that are rehearsed, by their numbers in the whole model."""
+        head = min(self.radius + self.period, self.kept)
+        left_out = self.length - self.kept
+        return [self.start + i + (left_out if i >= head else 0) for i in range(self.kept)]
+
+
+def kinds(family: Family, config: Any, plan: Plan) -> list[Hashable]:
+    """What makes blocks alike, for each block: its sites' layouts, how it is stored, recomputation, and its type."""
+    sites = family.sites(config, plan.batch * plan.sequence)
+    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    found: list[Hashable] = []
+    for index, kind in enumerate(types):
+        block = f"{family.blocks}.{index}"
+        mine = [site for site in sites if site.name.startswith(f"{block}.")]
+        layouts = tuple((plan.layout_for(site), plan.sharding_for(site.name)) for site in mine)
+        found.append((layouts, plan.sharding_for(block), plan.recompute_for(block), kind))
+    return found
+
+
+def runs(found: Sequence[Hashable]) -> list[Run]:
+    """Cuts blocks of these kinds into runs, each as long as can be."""
+    cut, start = list[Run](), 0
+    while start < len(found):
+        best = Run(start, 1, 1, 1)
+        for period in range(1, LONGEST_PERIOD + 1):
+            stop = start + period
+            while stop < len(found) and found[stop] == found[stop - period]:
+                stop += 1
+            if stop - start >= 2 * period and stop - start > best.length:
+                best = Run(start, stop - start, period, stop - start)
+        cut.append(best)
+        start += best.length
+    return cut
+
+
+def shortened(run: Run, radius: int) -> Run:
+    """The run with two units in the middle and ``radius`` blocks (and what does not divide) around them, if shorter."""
+    kept = 2 * (run.period + radius)
+    kept += (run.length - kept) % run.period
+    return replace(run, kept=kept, radius=radius) if kept < run.length else run
+
+
+def _stretched(family: Family, config: Any, plan: Plan, rank: int, steps: int, short: Sequence[Run]) -> Trace:
+    trace = _rehearse_few(family, config, plan, rank, steps, short)
+    repeats, first = list[Repeat](), 0
+    for run in short:
+        repeats.append(Repeat(first + run.radius, run.period, run.copies))
+        first += run.kept
+    stretched = repeated(trace, family.blocks, repeats)
+    stretched.arena = _slots(trace, family, config, plan, rank, steps, short)
+    return stretched
+
+
+def _rehearse_few(family: Family, config: Any, plan: Plan, rank: int, steps: int, short: Sequence[Run]) -> Trace:
+    blocks = [block for run in short for block in run.blocks]
+    return rehearse(_config_of(config, blocks), _plan_of(family, config, plan, blocks), rank, steps)
+
+
+def _config_of(config: Any, blocks: Sequence[int]) -> Any:
+    """The model of these blocks only."""
+    few = copy.deepcopy(config)
+    few.num_hidden_layers = len(blocks)
+    if getattr(config, "layer_types", None):
+        few.layer_types = [config.layer_types[block] for block in blocks]
+    return few
+
+
+def _plan_of(family: Family, config: Any, plan: Plan, blocks: Sequence[int]) -> Plan:
+    """The plan with a pattern for each of these blocks, now numbered from 0, before all others."""
+    sites = family.sites(config, plan.batch * plan.sequence)
+    layouts, params, recompute = dict[str, Any](), dict[str, Any](), dict[str, str]()
+    for new, old in enumerate(blocks):
+        block, name = f"{family.blocks}.{old}", f"{family.blocks}.{new}"
+        mine = [site for site in sites if site.name.startswith(f"{block}.")]
+        layouts |= {name + site.name.removeprefix(block): plan.layout_for(site) for site in mine}
+        stored = {name + unit.removeprefix(block): plan.stored_for(unit) for unit in (*(s.name for s in mine), block)}
+        params |= {unit: each for unit, each in stored.items() if each is not None}
+        recompute[name] = plan.recompute_for(block)
+    return plan.evolve(
+        layouts=_before(layouts, plan.layouts),
+        params=_before(params, plan.params),
+        recompute=_before(recompute, plan.recompute),
+    )
+
+
+def _before(first: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    return first | {pattern: choice for pattern, choice in rest.items() if pattern not in first}
+
+
+def _slots(
+    trace: Trace, family: Family, config: Any, plan: Plan, rank: int, steps: int, short: Sequence[Run]
+) -> dict[str, list[int]]:
+    """The arena's slots for the whole model: where W is kept, each copy of a unit adds what one more added."""
+    slots = {dtype: Counter(sizes) for dtype, sizes in trace.arena.items()}
+    for place, run in enumerate(short):
+        if run.copies == 0 or not plan.sharding_for(f"{family.blocks}.{run.start}").keep:
+            continue
+        longer = [*short]
+        longer[place] = replace(run, kept=run.kept + run.period)
+        more = _rehearse_few(family, config, plan, rank, steps, longer).arena
+        for dtype, sizes in more.items():
+            before = Counter(trace.arena.get(dtype, ()))
+            if before - Counter(sizes):
+                raise NotPeriodic(f"arena: one unit more takes slots away: {trace.arena} against {more}")
+            for size, count in (Counter(sizes) - before).items():
+                slots.setdefault(dtype, Counter())[size] += run.copies * count
+    return {dtype: sorted(counts.elements(), reverse=True) for dtype, counts in slots.items()}
