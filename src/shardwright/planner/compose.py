@@ -1,9 +1,10 @@
 """What a model of many equal blocks holds, saves and sends, composed from a rehearsal of one with few.
 
-A model is runs of equal blocks between what comes before, between and after them. Where a run of r blocks stands for one of
-n, its middle block stands for n − r more. In the pass forward each of them adds what the middle one's pieces add, before
-everything that follows; in the pass backward likewise, in descending order; parameters and moments of all blocks are alive
-all the time. So every number of the long step is the short one's plus (n − r) times a difference that the short trace shows.
+A model is runs of equal blocks between what comes before, between and after them. Where a run is rehearsed with few blocks,
+one unit of its middle (a block, or as many as a pattern of unlike ones has) stands for those that are left out. In the pass
+forward each of them adds what the unit's pieces add, before everything that follows; in the pass backward likewise, in
+descending order; parameters and moments of all blocks are alive all the time. So every number of the long step is the short
+one's plus the number of copies times a difference that the short trace shows.
 """
 
 from __future__ import annotations
@@ -11,26 +12,54 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwright.planner.pieces import Piece, of_block
-from shardwright.trace import PHASES
+from shardwright.planner.pieces import Piece
+from shardwright.trace import PHASES, Trace
 
 
 @dataclass(frozen=True)
-class Run:
-    """Consecutive equal blocks: how many the rehearsal has (``short``), of which ``middle`` (a block's number, counted
-    over all runs) is like its neighbours; standing: bytes of one block that are alive from the start of a step (its
-    parameters), moments: those that the first step adds.
+class Unit:
+    """Blocks of the short model that stand for ``copies`` more of the like.
+
+    standing: bytes of theirs that are alive from the start of a step (parameters), moments: those that the first step
+    adds (AdamW's two moments and a count for each parameter).
     """
 
-    short: int
-    middle: int
+    blocks: range
+    copies: int
     standing: int
     moments: int
+
+    @classmethod
+    def of(cls, trace: Trace, prefix: str, blocks: range, copies: int) -> Unit:
+        """The unit of these ``blocks`` of a trace; prefix: qualified name of the list of blocks."""
+        names = tuple(f"{prefix}.{block}." for block in blocks)
+        parameters = [
+            storage.bytes
+            for storage in trace.storages
+            if storage.category == "parameter" and not storage.op and storage.module.startswith(names)
+        ]
+        return cls(blocks, copies, sum(parameters), sum(2 * size + COUNT for size in parameters))
+
+    def passing(self, pieces: Sequence[Piece], step: int, phase: str, micro: int) -> list[Piece]:
+        """The unit's pieces in one pass, in order."""
+        return [
+            piece
+            for piece in pieces
+            if piece.block in self.blocks and (piece.step, piece.phase, piece.micro) == (step, phase, micro)
+        ]
+
+    def lasting(self, pieces: Sequence[Piece]) -> int:
+        """What the first step of the unit leaves for good (weights that stay gathered)."""
+        return sum(piece.lasting for piece in pieces if piece.block in self.blocks and piece.step == 1)
+
+
+COUNT = 4
+"""Bytes in which AdamW counts the steps of one parameter."""
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A step of the long model on one rank, in bytes: the peak of each phase, what is saved, what is sent in step 1."""
+    """Two steps of the long model on one rank, in bytes: the peak of each phase, what is saved, what step 1 sends."""
 
     phase_peaks: Mapping[str, int]
     saved: int
@@ -41,60 +70,50 @@ class Composed:
         """The most alive at once."""
         return max(self.phase_peaks.values())
 
+    def expected(self) -> dict[str, int]:
+        """As a certificate compares it."""
+        return {"peak": self.peak, "saved": self.saved, "volume": self.sent}
 
-def compose(pieces: Sequence[Piece], saved: Sequence[int], runs: Sequence[Run], lengths: Sequence[int]) -> Composed:
-    """The long model whose runs have ``lengths`` blocks.
 
-    pieces, saved: of the short trace (pieces.cut, Trace.saved). Two steps are looked at, as the trace has them.
-    """
-    more = [length - run.short for run, length in zip(runs, lengths, strict=True)]
+def compose(pieces: Sequence[Piece], saved: Sequence[int], units: Sequence[Unit]) -> Composed:
+    """The long model, from the pieces of a short one's two steps and what it saved at each start of a pass backward."""
     peaks = dict.fromkeys(PHASES, 0)
-    shift, step = sum(n * run.standing for n, run in zip(more, runs, strict=True)), 1
+    moments = sum(unit.copies * unit.moments for unit in units)
+    shift, step = sum(unit.copies * unit.standing for unit in units), 1
     for index, piece in enumerate(pieces):
         if piece.step != step:
             step = piece.step
-            shift = sum(n * (run.standing + run.moments + _lasting(pieces, run)) for n, run in zip(more, runs, strict=True))
-        grown = sum(n * run.moments for n, run in zip(more, runs, strict=True)) if piece.phase == "step" and step == 1 else 0
-        peaks[piece.phase] = max(peaks[piece.phase], piece.most + shift + grown)
-        for n, run in zip(more, runs, strict=True):
-            if n and _ends_middle(pieces, index, run.middle):
-                one = of_block(pieces, run.middle, piece.step, piece.phase, piece.micro)
-                added = one[-1].end - one[0].start
-                highest = max(each.most for each in one) + shift
-                peaks[piece.phase] = max(peaks[piece.phase], highest + added, highest + n * added)
-                shift += n * added
+            shift = moments + sum(unit.copies * (unit.standing + unit.lasting(pieces)) for unit in units)
+        new = moments if piece.phase == "step" and step == 1 else 0
+        peaks[piece.phase] = max(peaks[piece.phase], piece.most + shift + new)
+        for unit in units:
+            if unit.copies and _ends(unit, pieces, index):
+                passing = unit.passing(pieces, piece.step, piece.phase, piece.micro)
+                added = passing[-1].end - passing[0].start
+                highest = max(each.most for each in passing) + shift
+                peaks[piece.phase] = max(peaks[piece.phase], highest + added, highest + unit.copies * added)
+                shift += unit.copies * added
     return Composed(
         {phase: peak for phase, peak in peaks.items() if peak},
-        max(
-            (held + _more_saved(pieces, runs, more, number) for number, held in enumerate(saved)),
-            default=0,
-        ),
-        _sent(pieces) + sum(n * _sent([p for p in pieces if p.block == run.middle]) for n, run in zip(more, runs, strict=True)),
+        max((held + _more_saved(pieces, units, number) for number, held in enumerate(saved)), default=0),
+        _sent(pieces) + sum(unit.copies * _sent([p for p in pieces if p.block in unit.blocks]) for unit in units),
     )
 
 
-def _ends_middle(pieces: Sequence[Piece], index: int, middle: int) -> bool:
-    """Whether the middle block's pass ends with this piece."""
+def _ends(unit: Unit, pieces: Sequence[Piece], index: int) -> bool:
+    """Whether a pass of the unit ends with this piece."""
     piece = pieces[index]
-    if piece.block != middle or piece.phase not in ("forward", "backward"):
+    if piece.block not in unit.blocks or piece.phase not in ("forward", "backward"):
         return False
-    return of_block(pieces, middle, piece.step, piece.phase, piece.micro)[-1] is piece
-
-
-def _lasting(pieces: Sequence[Piece], run: Run) -> int:
-    """What the first step of one block leaves (weights that stay gathered)."""
-    return sum(piece.lasting for piece in pieces if piece.block == run.middle and piece.step == 1)
+    return unit.passing(pieces, piece.step, piece.phase, piece.micro)[-1] is piece
 
 
 def _sent(pieces: Sequence[Piece]) -> int:
     return sum(piece.sent for piece in pieces if piece.step == 1)
 
 
-def _more_saved(pieces: Sequence[Piece], runs: Sequence[Run], more: Sequence[int], backward: int) -> int:
+def _more_saved(pieces: Sequence[Piece], units: Sequence[Unit], backward: int) -> int:
     """Saved bytes of the blocks that the short trace lacks, at its ``backward``-th pass backward."""
-    passes = sorted({(piece.step, piece.micro) for piece in pieces if piece.phase == "forward" and piece.block is not None})
+    passes = sorted({(p.step, p.micro) for p in pieces if p.phase == "forward" and p.block is not None})
     step, micro = passes[backward]
-    return sum(
-        n * sum(piece.saved for piece in of_block(pieces, run.middle, step, "forward", micro))
-        for n, run in zip(more, runs, strict=True)
-    )
+    return sum(unit.copies * sum(p.saved for p in unit.passing(pieces, step, "forward", micro)) for unit in units)

@@ -94,12 +94,3 @@ def _at_work(
     if below is None:
         return (block, part) if block == number else (number, "attention")
     return number, "attention" if of_attention.match(below) else "mlp"
-
-
-def of_block(pieces: Sequence[Piece], block: int, step: int, phase: str, micro: int) -> list[Piece]:
-    """The pieces of one block in one pass, in order."""
-    return [
-        piece
-        for piece in pieces
-        if (piece.block, piece.step, piece.phase, piece.micro) == (block, step, phase, micro)
-    ]

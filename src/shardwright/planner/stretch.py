@@ -114,7 +114,7 @@ def shortened(run: Run, radius: int) -> Run:
 
 
 def _stretched(family: Family, config: Any, plan: Plan, rank: int, steps: int, short: Sequence[Run]) -> Trace:
-    trace = _rehearse_few(family, config, plan, rank, steps, short)
+    trace = rehearse_few(family, config, plan, rank, steps, short)
     repeats, first = list[Repeat](), 0
     for run in short:
         repeats.append(Repeat(first + run.radius, run.period, run.copies))
@@ -124,7 +124,8 @@ def _stretched(family: Family, config: Any, plan: Plan, rank: int, steps: int, s
     return stretched
 
 
-def _rehearse_few(family: Family, config: Any, plan: Plan, rank: int, steps: int, short: Sequence[Run]) -> Trace:
+def rehearse_few(family: Family, config: Any, plan: Plan, rank: int, steps: int, short: Sequence[Run]) -> Trace:
+    """The rehearsal of the blocks only that these runs keep."""
     blocks = [block for run in short for block in run.blocks]
     return rehearse(_config_of(config, blocks), _plan_of(family, config, plan, blocks), rank, steps)
 
@@ -170,7 +171,7 @@ def _slots(
             continue
         longer = [*short]
         longer[place] = replace(run, kept=run.kept + run.period)
-        more = _rehearse_few(family, config, plan, rank, steps, longer).arena
+        more = rehearse_few(family, config, plan, rank, steps, longer).arena
         for dtype, sizes in more.items():
             before = Counter(trace.arena.get(dtype, ()))
             if before - Counter(sizes):

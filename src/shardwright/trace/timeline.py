@@ -49,6 +49,7 @@ class Timeline:
 
     compute: in which operators ran. exposed: axis → in which compute stood for a collective over it (one over several
     axes counts for each). busy: axis → in which a collective over it ran. phases: phase → in all; they sum to seconds.
+    at: when compute reached each event.
     """
 
     seconds: float
@@ -57,6 +58,7 @@ class Timeline:
     busy: dict[str, float]
     phases: dict[str, float]
     spans: tuple[Span, ...]
+    at: tuple[float, ...] = ()
 
     @property
     def stood(self) -> float:
@@ -130,6 +132,7 @@ class _Clock:
         self._exposed: dict[str, float] = {}
         self._phases: dict[str, float] = {}
         self._spans: list[Span] = []
+        self._at: list[float] = []
 
     def run(self, events: Sequence[Event]) -> Timeline:
         operations, awaited = _operations(events)
@@ -139,6 +142,7 @@ class _Clock:
             begun.setdefault(operation.begins, []).append(operation)
         for index, event in enumerate(events):
             before = self._now
+            self._at.append(before)
             for operation in begun.get(index, ()):
                 self._launch(operation)
             if isinstance(event, Op):
@@ -153,7 +157,7 @@ class _Clock:
             self._finish(operations)
             self._phases[events[-1].phase] += self._now - before
         spans = tuple(sorted(self._spans, key=lambda span: span.start))
-        return Timeline(self._now, self._compute, self._exposed, self._busy, self._phases, spans)
+        return Timeline(self._now, self._compute, self._exposed, self._busy, self._phases, spans, tuple(self._at))
 
     def _cut(self, operation: _Operation) -> None:
         event, count = operation.event, max(1, operation.waits)

@@ -1,0 +1,230 @@
+"""What one block costs under a structure and a mode: measured on a short rehearsal, block by block, to the byte.
+
+A short model (a few blocks, all alike) is rehearsed; the trace is cut into pieces, and its middle block is the price of all:
+the bytes that stay alive for it, what its passes add and need at most, and the seconds that its pieces take on the
+timeline of step 2 (in step 1 the order of gathers is not known yet). Everything else is the frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwright._plan import Plan
+from shardwright.cost.machine import Machine
+from shardwright.models import Family
+from shardwright.planner.compose import Unit
+from shardwright.planner.pieces import Piece, cut
+from shardwright.planner.solve import Frame, Way
+from shardwright.planner.space import Mode, Structure
+from shardwright.planner.stretch import kinds, rehearse_few, runs, shortened
+from shardwright.trace import Trace
+from shardwright.trace.timeline import timeline
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One part of a block in one pass: bytes that it adds, the most that it needs beyond what was there, seconds."""
+
+    part: str
+    rise: int
+    top: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Price:
+    """One block (or unit of unlike ones) under one mode.
+
+    resident: bytes alive through the last micro-batch of a step for it: parameters, moments, weights that stay
+    gathered, gradients of earlier micro-batches. forward, backward: its parts in order, in the last micro-batch;
+    earlier: seconds of all other micro-batches.
+    """
+
+    mode: Mode
+    recompute: str
+    resident: int
+    forward: tuple[Passage, ...]
+    backward: tuple[Passage, ...]
+    earlier: tuple[float, ...]
+
+    def with_mlp_of(self, other: Price) -> Price | None:
+        """This block's attention with the other's MLP; None where their parts do not come in the same order."""
+        if self.recompute != "none" or other.recompute != "none":
+            return None
+        mine, theirs = self.forward + self.backward, other.forward + other.backward
+        if [each.part for each in mine] != [each.part for each in theirs]:
+            return None
+
+        def joined(one: Sequence[Passage], another: Sequence[Passage]) -> tuple[Passage, ...]:
+            return tuple(a if a.part == "attention" else b for a, b in zip(one, another, strict=True))
+
+        earlier = (self.earlier[0], other.earlier[1])
+        return replace(
+            self,
+            forward=joined(self.forward, other.forward),
+            backward=joined(self.backward, other.backward),
+            earlier=earlier,
+        )
+
+    def way(self, name: str) -> Way:
+        """The price as the solver reads it."""
+        passages = self.forward + self.backward
+        return Way(
+            name,
+            sum(self.earlier) + sum(each.seconds for each in passages),
+            self.resident,
+            sum(each.rise for each in self.forward),
+            _top(self.forward),
+            sum(each.rise for each in self.backward),
+            _top(self.backward),
+        )
+
+
+def _top(passages: Sequence[Passage]) -> int:
+    alive, top = 0, 0
+    for each in passages:
+        top = max(top, alive + each.top)
+        alive += each.rise
+    return top
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A block's price, and the frame around the blocks that was rehearsed with it."""
+
+    price: Price
+    frame: Frame
+    period: int
+
+
+def price(
+    family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode, recompute: str
+) -> Priced:
+    """Prices the blocks of ``plan``, which are all alike (or alternate between the types of the config).
+
+    Raises InputError where the plan does not fit the model.
+    """
+    run = runs(kinds(family, config, plan))[0]
+    short = shortened(run, plan.in_flight)
+    trace = rehearse_few(family, config, plan, 0, 2, [short])
+    return priced(trace, family, short.kept, short.period, short.radius, machine, mode, recompute)
+
+
+def priced(
+    trace: Trace, family: Family, blocks: int, period: int, first: int, machine: Machine, mode: Mode, recompute: str
+) -> Priced:
+    """The price of ``period`` blocks from ``first`` on, of a trace of ``blocks`` like ones."""
+    pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])
+    unit = Unit.of(trace, family.blocks, range(first, first + period), 0)
+    clock = timeline(trace, machine, 2)
+    offset = next(index for index, event in enumerate(trace.events) if event.step == 2)
+    seconds = {
+        piece.first: _at(clock.at, clock.seconds, piece.last - offset) - _at(clock.at, clock.seconds, piece.first - offset)
+        for piece in pieces
+        if piece.step == 2
+    }
+    last = max(piece.micro for piece in pieces if piece.step == 2)
+    before = [
+        sum(piece.end - piece.start for piece in unit.passing(pieces, 2, phase, micro))
+        for micro in range(last)
+        for phase in ("forward", "backward")
+    ]
+    resident = unit.standing + unit.moments + unit.lasting(pieces) + sum(before)
+    parts = ("attention", "mlp")
+    earlier = tuple(
+        sum(
+            seconds[piece.first]
+            for piece in pieces
+            if piece.step == 2 and piece.micro < last and piece.block in unit.blocks and piece.part == part
+        )
+        for part in parts
+    )
+    one = Price(
+        mode,
+        recompute,
+        resident,
+        _passages(unit.passing(pieces, 2, "forward", last), seconds),
+        _passages(unit.passing(pieces, 2, "backward", last), seconds),
+        earlier,
+    )
+    return Priced(one, _frame(pieces, one.way(""), blocks // period, last, clock.seconds), period)
+
+
+def _at(at: Sequence[float], end: float, index: int) -> float:
+    return at[index] if index < len(at) else end
+
+
+def _passages(pieces: Sequence[Piece], seconds: Mapping[int, float]) -> tuple[Passage, ...]:
+    """Pieces as passages; neighbours of one part are one."""
+    found: list[Passage] = []
+    for piece in pieces:
+        here = Passage(piece.part, piece.end - piece.start, piece.most - piece.start, seconds[piece.first])
+        if found and found[-1].part == here.part:
+            before = found.pop()
+            here = Passage(
+                here.part,
+                before.rise + here.rise,
+                max(before.top, before.rise + here.top),
+                before.seconds + here.seconds,
+            )
+        found.append(here)
+    return tuple(found)
+
+
+def _frame(pieces: Sequence[Piece], way: Way, units: int, last: int, seconds: float) -> Frame:
+    """What is not the blocks': levels of the last micro-batch less what ``units`` blocks hold there."""
+    micro = [piece for piece in pieces if piece.step == 2 and (piece.micro == last or piece.phase == "step")]
+    inside = [index for index, piece in enumerate(micro) if piece.block is not None]
+    turn = next(index for index in inside if micro[index].phase == "backward")
+    up = max(index for index in inside if micro[index].phase == "forward")
+    before, between, after = micro[: inside[0]], micro[up + 1 : turn], micro[inside[-1] + 1 :]
+    resident = before[0].start - units * way.resident
+    rise = sum(piece.end - piece.start for piece in before)
+    held = before[0].start + rise + units * way.forward
+    middle = sum(piece.end - piece.start for piece in between)
+    end = held + middle + units * way.backward
+    return Frame(
+        seconds - units * way.seconds,
+        resident,
+        rise,
+        max(piece.most for piece in before) - before[0].start,
+        middle,
+        max(piece.most for piece in between) - held,
+        max(piece.most for piece in after) - end,
+    )
+
+
+def plan_of(
+    structure: Structure,
+    base: Plan,
+    family: Family,
+    sites: Sequence[Any],
+    choices: Sequence[tuple[Mode, Mode, str]],
+) -> Plan:
+    """The plan of a structure whose blocks choose (mode of attention, mode of MLP, recomputation), block by block.
+
+    base: a plan of the same model, for every field that is not searched. The embedding and the head take the mode of
+    the block beside them.
+    """
+    layouts = {}
+    for site in sites:
+        number = _block(site.name, family.blocks)
+        attention, mlp, _ = choices[number] if number is not None else choices[0 if site is sites[0] else -1]
+        inside = number is not None and f".{family.attention}." in site.name
+        layouts[site.name] = structure.layout(site, attention if inside else mlp)
+    return base.evolve(
+        mesh=structure.mesh,
+        batch=base.batch // structure.accumulation,
+        accumulation=structure.accumulation,
+        layouts=layouts,
+        params={"*": structure.params},
+        recompute={f"{family.blocks}.{i}": word for i, (_, _, word) in enumerate(choices) if word != "none"},
+    )
+
+
+def _block(name: str, blocks: str) -> int | None:
+    if not name.startswith(f"{blocks}."):
+        return None
+    return int(name.removeprefix(f"{blocks}.").split(".")[0])

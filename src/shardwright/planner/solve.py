@@ -1,0 +1,209 @@
+"""The fastest mix of equal blocks under a memory budget: an integer program, solved to the optimum.
+
+A model is a frame (embedding, norms, head, loss, optimizer step) around L blocks. Each block takes one of K ways, and blocks
+that go the same way stand together, in the order of the ways. x_k blocks go way k:
+
+    least   T₀ + Σ t_k·x_k          with  Σ x_k = L
+
+What is alive at the worst moments must stay within the budget B, where R₀ and r_k are alive all the time, a forward of a
+block adds f_k and needs F_k at most, its backward adds b_k (a gradient less what was saved) and needs G_k at most:
+
+| moment                          | alive                                                                        |
+|---------------------------------|------------------------------------------------------------------------------|
+| before the blocks               | R₀ + Σ r·x + pre                                                             |
+| forward, last block of run k    | R₀ + Σ r·x + p + Σ_{j≤k} f_j·x_j − f_k + F_k                                  |
+| forward, first block of run k   | R₀ + Σ r·x + p + Σ_{j<k} f_j·x_j + F_k                                        |
+| head, loss and their backward   | R₀ + Σ r·x + p + Σ f·x + mid                                                 |
+| backward, last block of run k   | R₀ + Σ r·x + p + q + Σ f·x + Σ_{j>k} b_j·x_j + G_k                            |
+| backward, first block of run k  | R₀ + Σ r·x + p + q + Σ f·x + Σ_{j≥k} b_j·x_j − b_k + G_k                       |
+| after the blocks, and the step  | R₀ + Σ r·x + p + q + Σ (f+b)·x + post                                         |
+
+Every line is linear in x, and one for run k counts only where x_k > 0: a binary y_k says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way for a block to go: seconds of a step, and bytes (the module's table).
+
+    resident: r. forward: f, forward_top: F. backward: b, backward_top: G.
+    """
+
+    name: str
+    seconds: float
+    resident: int
+    forward: int
+    forward_top: int
+    backward: int
+    backward_top: int
+
+
+@dataclass(frozen=True)
+class Frame:
+    """All but the blocks: seconds T₀, bytes R₀, what its parts add (p, q) and need at most (pre, mid, post)."""
+
+    seconds: float
+    resident: int
+    before: int
+    before_top: int
+    between: int
+    between_top: int
+    after_top: int
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A solution: how many blocks go each way; seconds; the bound that no mix beats; bytes alive at the worst moment."""
+
+    counts: tuple[int, ...]
+    seconds: float
+    bound: float
+    peak: int
+
+    @property
+    def gap(self) -> float:
+        """(seconds − bound) / seconds."""
+        return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds else 0.0
+
+
+def seconds_of(frame: Frame, ways: Sequence[Way], counts: Sequence[int]) -> float:
+    """The objective of a mix."""
+    return frame.seconds + sum(way.seconds * count for way, count in zip(ways, counts, strict=True))
+
+
+def peak_of(frame: Frame, ways: Sequence[Way], counts: Sequence[int]) -> int:
+    """Bytes alive at the worst moment of a mix, line by line as the module's table has them."""
+    resident = frame.resident + sum(way.resident * count for way, count in zip(ways, counts, strict=True))
+    moments, alive = [resident + frame.before_top], resident + frame.before
+    for way, count in zip(ways, counts, strict=True):
+        if count:
+            moments += [alive + way.forward_top, alive + way.forward * (count - 1) + way.forward_top]
+            alive += way.forward * count
+    moments.append(alive + frame.between_top)
+    alive += frame.between
+    for way, count in reversed(list(zip(ways, counts, strict=True))):
+        if count:
+            moments += [alive + way.backward_top, alive + way.backward * (count - 1) + way.backward_top]
+            alive += way.backward * count
+    return max(*moments, alive + frame.after_top)
+
+
+def fastest(frame: Frame, ways: Sequence[Way], blocks: int, budget: int) -> Mix | None:
+    """The fastest mix of ``blocks`` blocks within ``budget`` bytes; None where there is none."""
+    program = _Program(frame, ways, blocks)
+    program.within(budget)
+    return program.solve([way.seconds for way in ways], 0.0, frame.seconds)
+
+
+def leanest(frame: Frame, ways: Sequence[Way], blocks: int) -> Mix:
+    """The mix that needs least memory (its ``peak``)."""
+    program = _Program(frame, ways, blocks)
+    program.within(None)
+    found = program.solve([0.0] * len(ways), 1.0, 0.0)
+    assert found is not None  # without a budget every mix is allowed
+    seconds = seconds_of(frame, ways, found.counts)
+    return Mix(found.counts, seconds, seconds, found.peak)
+
+
+class _Program:
+    """Columns x_1…x_K (integers), y_1…y_K (0 or 1), and, without a budget, the peak z. Bytes are scaled to MiB."""
+
+    SCALE = 2.0**-20
+
+    def __init__(self, frame: Frame, ways: Sequence[Way], blocks: int):
+        self.frame, self.ways, self.blocks = frame, ways, blocks
+        self._rows: list[tuple[list[float], list[float], float]] = []  # coefficients of x and y, constant
+        self._lines()
+
+    def _lines(self) -> None:
+        frame, ways, each = self.frame, self.ways, range(len(self.ways))
+        resident = [float(way.resident) for way in ways]
+        self._line(resident, frame.resident + frame.before_top)
+        base = frame.resident + frame.before
+        for k, way in enumerate(ways):
+            first = [resident[j] + (ways[j].forward if j < k else 0) for j in each]
+            self._line(first, base + way.forward_top, k)
+            last = [resident[j] + (ways[j].forward if j <= k else 0) for j in each]
+            self._line(last, base + way.forward_top - way.forward, k)
+        held = [resident[j] + ways[j].forward for j in each]
+        self._line(held, base + frame.between_top)
+        base += frame.between
+        for k, way in enumerate(ways):
+            last = [held[j] + (ways[j].backward if j > k else 0) for j in each]
+            self._line(last, base + way.backward_top, k)
+            first = [held[j] + (ways[j].backward if j >= k else 0) for j in each]
+            self._line(first, base + way.backward_top - way.backward, k)
+        self._line([held[j] + ways[j].backward for j in each], base + frame.after_top)
+
+    def _line(self, x: list[float], constant: float, k: int | None = None) -> None:
+        """Alive = Σ x·coefficients + constant; with k it counts only where x_k > 0."""
+        y = [0.0] * len(self.ways)
+        if k is not None:  # switched off by as much as the line can be at most
+            most = max(0.0, max(x)) * self.blocks + abs(constant)
+            y[k], constant = most, constant - most
+        self._rows.append((x, y, constant))
+
+    def within(self, budget: int | None) -> None:
+        """What is alive at every moment is at most the budget; None: at most z."""
+        self.budget = budget
+
+    def solve(self, costs: Sequence[float], peak_cost: float, constant: float) -> Mix | None:
+        """Least Σ costs·x + peak_cost·z."""
+        count = len(self.ways)
+        free = self.budget is None
+        model = highspy.Highs()
+        model.silent()
+        model.setOptionValue("mip_rel_gap", 0.0)
+        model.setOptionValue("mip_abs_gap", 0.0)
+        model.setOptionValue("threads", 1)
+        for tolerance in ("mip_feasibility_tolerance", "primal_feasibility_tolerance"):
+            model.setOptionValue(tolerance, 1e-10)
+        infinite = highspy.kHighsInf
+        for cost in costs:
+            model.addCol(float(cost), 0.0, float(self.blocks), 0, np.array([], dtype=np.int32), np.array([]))
+        for _ in range(count):
+            model.addCol(0.0, 0.0, 1.0, 0, np.array([], dtype=np.int32), np.array([]))
+        if free:
+            model.addCol(peak_cost, -infinite, infinite, 0, np.array([], dtype=np.int32), np.array([]))
+        for column in range(2 * count):
+            model.changeColIntegrality(column, highspy.HighsVarType.kInteger)
+        _row(model, {k: 1.0 for k in range(count)}, float(self.blocks), float(self.blocks))
+        for k in range(count):
+            _row(model, {k: 1.0, count + k: -float(self.blocks)}, -infinite, 0.0)
+        for x, y, alive in self._rows:
+            entries = {k: value * self.SCALE for k, value in enumerate([*x, *y]) if value}
+            if free:
+                entries[2 * count] = -1.0
+            room = 0.0 if self.budget is None else float(self.budget)
+            _row(model, entries, -infinite, (room - alive) * self.SCALE)
+        model.run()
+        if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        counts = tuple(round(value) for value in model.getSolution().col_value[:count])
+        peak = peak_of(self.frame, self.ways, counts)
+        if self.budget is not None and peak > self.budget:  # within the solver's tolerance, not to the byte
+            return self._to_the_byte(costs, peak_cost, constant, peak - self.budget)
+        bound = constant + float(model.getInfo().mip_dual_bound)
+        seconds = seconds_of(self.frame, self.ways, counts)
+        return Mix(counts, seconds, min(seconds, bound) if math.isfinite(bound) else seconds, peak)
+
+    def _to_the_byte(self, costs: Sequence[float], peak_cost: float, constant: float, over: int) -> Mix | None:
+        """Once more with a budget that is smaller by what the solver's tolerance let through."""
+        assert self.budget is not None
+        tighter = _Program(self.frame, self.ways, self.blocks)
+        tighter.within(self.budget - over)
+        found = tighter.solve(costs, peak_cost, constant)
+        return found
+
+
+def _row(model: highspy.Highs, entries: dict[int, float], low: float, high: float) -> None:
+    model.addRow(low, high, len(entries), np.array(list(entries), dtype=np.int32), np.array(list(entries.values())))

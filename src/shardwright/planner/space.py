@@ -1,0 +1,191 @@
+"""What the planner searches: mesh shapes, what splits storage, micro-batches; and for each block its layouts.
+
+A *structure* is what all blocks share: the mesh, the residual stream, the sharding level, the micro-batches. A *mode* is
+what a block (or its attention, or its MLP) may choose by itself.
+
+| of a structure | candidates                                                                                          |
+|----------------|-----------------------------------------------------------------------------------------------------|
+| mesh           | replica × data × (tensor, or j × l): every way to write the number of devices so; tensor fastest    |
+| stream         | tokens split over tensor (gather and scatter), or whole there (all-reduce)                          |
+| level          | replicate, optimizer, gradients, parameters, and parameters kept from forward to backward           |
+| micro-batches  | the batch in 1, 2, 4, … equal parts                                                                 |
+
+| of a mode      | candidates                                                                                          |
+|----------------|-----------------------------------------------------------------------------------------------------|
+| overlap        | blocking, async, ring                                                                               |
+| save_x         | the shard, or the gathered input                                                                    |
+| recompute      | none, or the whole block                                                                            |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwright._errors import InputError
+from shardwright.layout import GridLayout
+from shardwright.mesh import world_size
+from shardwright.models import Family
+from shardwright.site import Site, check_divides, check_heads, edges
+
+WIDEST_TENSOR = 64
+"""Most ranks that split one product's features."""
+
+WIDEST_STORAGE = 512
+"""Most ranks that split one parameter's storage; beyond, shards are a few rows, and replicas cost less."""
+
+LEVELS = (("replicate", False), ("optimizer", False), ("gradients", False), ("parameters", False), ("parameters", True))
+"""(level, keep)."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a site overlaps, and what its backward keeps of X."""
+
+    overlap: str = "blocking"
+    save_x: str = "shard"
+
+    @property
+    def name(self) -> str:
+        """``async, shard``."""
+        return f"{self.overlap}, {self.save_x}"
+
+
+MODES = tuple(Mode(overlap, save_x) for save_x in ("gathered", "shard") for overlap in ("blocking", "async", "ring"))
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What all blocks of a plan share.
+
+    replica, data: ranks that split tokens; storage is split over ``data`` only. j, l: ranks that split features; l = 1
+    is one tensor axis. stream: ``split`` or ``whole`` over it. accumulation: micro-batches of a step.
+    """
+
+    replica: int
+    data: int
+    j: int
+    l: int  # noqa: E741 (the axis's name in docs/layouts.md)
+    stream: str
+    level: str
+    keep: bool
+    accumulation: int
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axes in mesh order, the last fastest."""
+        axes = {"replica": self.replica} if self.replica > 1 else {}
+        axes |= {"data": self.data}
+        return axes | ({"j": self.j, "l": self.l} if self.l > 1 else {"tensor": self.j})
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Axes that split tokens everywhere."""
+        return ("replica", "data") if self.replica > 1 else ("data",)
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that split features."""
+        return self.j * self.l
+
+    @property
+    def name(self) -> str:
+        """``data=2, tensor=4: split, parameters, 1 micro-batch``."""
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        kept = " kept" if self.keep else ""
+        return f"{mesh}: {self.stream} stream, {self.level}{kept}, {self.accumulation} micro-batches"
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """What a block may choose from; without an axis that splits features there is nothing to choose."""
+        if self.tensor == 1:
+            return MODES[:1]
+        if self.stream == "whole":
+            return tuple(mode for mode in MODES if mode.save_x == "shard" and mode.overlap != "ring")
+        return MODES
+
+    @property
+    def params(self) -> Any:
+        """The plan's field ``params`` of every unit."""
+        if self.level == "replicate":
+            return "replicate"
+        stored = {"level": self.level, "axes": ["data"]}
+        return stored | ({"keep": True} if self.keep else {})
+
+    def layout(self, site: Site, mode: Mode) -> GridLayout:
+        """The layout of a site: consecutive sites swap the roles of j and l."""
+        if self.tensor == 1:
+            return GridLayout(m=self.token_axes)
+        first, second = (("tensor",), ()) if self.l == 1 else (("j",), ("l",))
+        n, k = (first, second) if site.kind == "column" else (second, first)
+        word = "sharded" if self.stream == "split" else "replicated"
+        layout = GridLayout(m=self.token_axes, n=n, k=k, x=word, y=word, overlap=mode.overlap)
+        return replace(layout, save_x=mode.save_x) if word == "sharded" and n else layout
+
+
+def structures(family: Family, config: Any, devices: int, batch: int, sequence: int) -> Iterator[Structure]:
+    """Every structure that the model's heads and the batch allow, on all ``devices``.
+
+    batch: sequences of a step over the whole mesh; a rank that splits tokens takes whole sequences.
+    """
+    for j, l in _tensor_axes(devices):  # noqa: E741
+        ranks = devices // (j * l)
+        if batch % ranks:
+            continue
+        for stream in ("split", "whole") if j * l > 1 else ("split",):
+            probe = Structure(1, ranks, j, l, stream, "replicate", False, 1)
+            if not _allowed(probe, family, config, batch * sequence):
+                continue
+            for accumulation in _accumulations(batch // ranks):
+                for level, keep in LEVELS if ranks > 1 else LEVELS[:1]:
+                    for data in _storage(ranks) if level != "replicate" else (ranks,):
+                        yield Structure(ranks // data, data, j, l, stream, level, keep, accumulation)
+
+
+def _tensor_axes(devices: int) -> Iterator[tuple[int, int]]:
+    for tensor in _divisors(devices):
+        if tensor > WIDEST_TENSOR:
+            return
+        yield tensor, 1
+        for l in _divisors(tensor):  # noqa: E741
+            if 1 < l < tensor:
+                yield tensor // l, l
+
+
+def _accumulations(sequences: int) -> Iterator[int]:
+    """Micro-batches that a rank's sequences may be cut into: powers of two, and one sequence each."""
+    count = 1
+    while count < sequences:
+        if sequences % count == 0:
+            yield count
+        count *= 2
+    yield sequences
+
+
+def _storage(ranks: int) -> list[int]:
+    """How many of the ranks that split tokens may split storage: all, as many as are sensible, and 8 or 64 of them."""
+    wide = [size for size in _divisors(ranks) if 1 < size <= WIDEST_STORAGE]
+    return sorted({wide[-1], *(size for size in (8, 64) if size in wide)}, reverse=True)
+
+
+def _allowed(structure: Structure, family: Family, config: Any, tokens: int) -> bool:
+    """Whether heads divide and edges join."""
+    mesh = structure.mesh
+    sites = family.sites(config, tokens)
+    layouts = {site.name: structure.layout(site, MODES[0]) for site in sites}
+    try:
+        for site in sites:
+            check_divides(site, layouts[site.name], mesh)
+            if site.name.endswith(f"{family.attention}.qkv"):
+                check_heads(site, layouts[site.name], mesh)
+        edges(sites, layouts, tuple(mesh))
+    except InputError:
+        return False
+    return world_size(mesh) > 0
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
