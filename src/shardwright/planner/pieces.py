@@ -54,13 +54,13 @@ def cut(trace: Trace, blocks: str, attention: str, first_norm: str) -> list[Piec
     alive = start = most = sent = saved = lasting = first = micro = 0
     phase = "forward"
     for index, event in enumerate(trace.events):
-        then = _at_work(event, key, place, of_attention)
+        block, part = _at_work(event, key, place, of_attention)
         if event.phase != phase:
             micro = 0 if event.phase == "step" else micro + (event.phase == "forward" and phase == "backward")
             phase = event.phase
         if event.step != key[0]:
             micro = 0
-        then = (event.step, event.phase, micro, *then)
+        then = (event.step, event.phase, micro, block, part)
         if then != key:
             pieces.append(Piece(*key, start, most, alive, sent, saved, lasting, first, index))
             key, start, most, sent, saved, lasting, first = then, alive, alive, 0, 0, 0, index

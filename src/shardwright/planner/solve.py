@@ -24,6 +24,8 @@ Every line is linear in x, and one for run k counts only where x_k > 0: a binary
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -160,8 +162,7 @@ class _Program:
         """Least Σ costs·x + peak_cost·z."""
         count = len(self.ways)
         free = self.budget is None
-        model = highspy.Highs()
-        model.silent()
+        model = _silent_solver()
         model.setOptionValue("mip_rel_gap", 0.0)
         model.setOptionValue("mip_abs_gap", 0.0)
         model.setOptionValue("threads", 1)
@@ -203,6 +204,21 @@ class _Program:
         tighter.within(self.budget - over)
         found = tighter.solve(costs, peak_cost, constant)
         return found
+
+
+def _silent_solver() -> highspy.Highs:
+    """A solver. Its constructor greets on standard output, whatever its options, where a command writes its answer."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        try:
+            model = highspy.Highs()
+            model.silent()
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+    return model
 
 
 def _row(model: highspy.Highs, entries: dict[int, float], low: float, high: float) -> None:

@@ -1,0 +1,106 @@
+"""What no plan of a structure can beat: seconds and bytes, by formulas alone. They order the search and end it.
+
+A step takes at least as long as its products, and at least as long as any one axis is busy, with the gathered inputs kept
+and nothing recomputed. It holds at least its parameters and moments, and the inputs of its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwright.cost import site_volume
+from shardwright.cost.machine import ITEMSIZE, Machine
+from shardwright.mesh import chunk
+from shardwright.planner.space import Mode, Structure
+from shardwright.site import Site
+
+KEEP = Mode("blocking", "gathered")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one structure: ``seconds`` and ``memory`` (bytes) that its best plan needs at least; guess: a likely time.
+
+    The guess adds what communication the features' axes cost to the products, and what the tokens' axes cost beyond.
+    """
+
+    seconds: float
+    memory: int
+    guess: float
+
+
+def limits(
+    structure: Structure,
+    sites: Sequence[Site],
+    blocks: int,
+    sizes: Mapping[str, int],
+    machine: Machine,
+    dtype: str,
+    stored: str,
+) -> Limits:
+    """The limits of a structure.
+
+    sites: of one micro-batch: the embedding, those of one block, the head. sizes: site → parameters of it.
+    """
+    mesh, element = structure.mesh, ITEMSIZE[dtype]
+    place = dict.fromkeys(mesh, 0)
+    products = features = 0.0
+    busy: dict[str, float] = {}
+    for site in sites:
+        times = blocks if site not in (sites[0], sites[-1]) else 1
+        layout = structure.layout(site, KEEP)
+        if site is not sites[0]:  # an embedding multiplies nothing
+            products += times * 3 * sum(_product(site.m, linear.n, site.k, layout, mesh, machine) for linear in site.linears)
+        volume = site_volume(site, layout, mesh, place, element=element, backend=machine.backend)
+        for move in (*volume.forward, *volume.backward):
+            if not set(move.axes) & set(structure.token_axes):
+                seconds = times * machine.collective(move.kind, move.axes, move.size, move.sent)
+                features += seconds
+                for axis in move.axes:
+                    busy[axis] = busy.get(axis, 0.0) + seconds
+    products, features = products * structure.accumulation, features * structure.accumulation
+    parameters = sum(sizes[site.name] * (blocks if site not in (sites[0], sites[-1]) else 1) for site in sites)
+    tokens = _tokens(structure, parameters // structure.tensor * element, machine)
+    most = max([products, tokens, *(seconds * structure.accumulation for seconds in busy.values())])
+    return Limits(
+        most,
+        _memory(structure, sites, blocks, parameters, element, ITEMSIZE[stored]),
+        products + features + max(0.0, tokens - products),
+    )
+
+
+def _product(m: int, n: int, k: int, layout: object, mesh: Mapping[str, int], machine: Machine) -> float:
+    def cut(length: int, axes: Sequence[str]) -> int:
+        for axis in axes:
+            length = chunk(length, mesh[axis], 0)[1]
+        return length
+
+    return machine.product(cut(m, layout.m), cut(n, layout.n), cut(k, layout.k))  # type: ignore[attr-defined]
+
+
+def _tokens(structure: Structure, whole: int, machine: Machine) -> float:
+    """Seconds in which gradients (and weights) of ``whole`` bytes travel over the axes that split tokens."""
+    axes = structure.token_axes
+    if structure.replica * structure.data == 1:
+        return 0.0
+    if structure.level == "replicate":
+        ranks = structure.replica * structure.data
+        return machine.collective("all_reduce", axes, whole, 2 * whole * (ranks - 1) // ranks)
+    n = structure.data
+    moved = whole * (n - 1) // n
+    seconds = machine.collective("reduce_scatter", ("data",), whole, moved) if n > 1 else 0.0
+    gathers = 1 if structure.level in ("optimizer", "gradients") or structure.keep else 2
+    if structure.level == "parameters":
+        gathers *= structure.accumulation
+    return seconds + gathers * (machine.collective("all_gather", ("data",), whole, moved) if n > 1 else 0.0)
+
+
+def _memory(
+    structure: Structure, sites: Sequence[Site], blocks: int, parameters: int, element: int, stored: int
+) -> int:
+    local = parameters // structure.tensor
+    shard = local // (structure.data if structure.level != "replicate" else 1)
+    whole = local * element if structure.level in ("optimizer", "gradients") else 0
+    tokens = sites[-1].m // (structure.replica * structure.data) // (structure.tensor if structure.stream == "split" else 1)
+    return 3 * shard * stored + whole + blocks * tokens * sites[-1].k * element

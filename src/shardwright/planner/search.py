@@ -1,0 +1,364 @@
+"""The search: structures in the order of what their formulas promise, each priced by rehearsals and solved exactly.
+
+    for each structure, most promising first:
+        leave it out if no plan of it can beat the best one found, or fit
+        rehearse a few blocks in each mode, on several processes
+        solve for the fastest mix of modes, attention and MLP apart, and recomputed blocks
+    the bound is the least of: the best structure's own bound, and what structures not looked at promise at best
+    compose the winner to the byte; where it is over the budget after all, take the overshoot off and solve again
+    certify: rehearse the plan itself
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardwright._errors import DoesNotFit, InputError
+from shardwright._plan import Plan
+from shardwright.cluster import Cluster
+from shardwright.cost.machine import Machine
+from shardwright.models import Family, family_of
+from shardwright.planner.certify import Certificate, certify
+from shardwright.planner.classes import rank_classes
+from shardwright.planner.compose import Composed, Unit, compose
+from shardwright.planner.limits import Limits, limits
+from shardwright.planner.pieces import cut
+from shardwright.planner.price import Price, Priced, plan_of, price
+from shardwright.planner.solve import Frame, Mix, Way, fastest, leanest
+from shardwright.planner.space import MODES, Mode, Structure, structures
+from shardwright.planner.stretch import kinds, rehearse_few, runs, shortened
+from shardwright.site import Site
+from shardwright.trace.timeline import timeline
+
+FIRST = (Mode("blocking", "gathered"), Mode("async", "gathered"), Mode("async", "shard"), Mode("ring", "shard"))
+"""Modes in which every structure is priced; the best one is priced in all of them."""
+
+ATTEMPTS = 6
+"""How often a mix that is over the budget to the byte is solved again."""
+
+Choice = tuple[Mode, Mode, str]
+"""(mode of attention, mode of MLP, recomputation) of a block."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the search is asked: a model, the devices, and the sizes that are given.
+
+    batch: sequences of a step, over the whole mesh. memory: bytes that a device may hold.
+    """
+
+    config: Any
+    base: Plan
+    cluster: Cluster
+    devices: int
+    memory: int
+    batch: int
+
+    @property
+    def family(self) -> Family:
+        """The model's rule table."""
+        return family_of(self.config)
+
+    def sites(self, accumulation: int = 1) -> tuple[Site, ...]:
+        """The sites of one micro-batch."""
+        return self.family.sites(self.config, self.batch // accumulation * self.base.sequence)
+
+    def machine(self, structure: Structure) -> Machine:
+        """The devices as a mesh of this structure."""
+        stored = self.base.master_dtype or self.base.dtype
+        return Machine(self.cluster, structure.mesh, self.base.dtype, self.base.backend, stored)
+
+    def plan(self, structure: Structure, choices: Sequence[Choice]) -> Plan:
+        """The plan of a structure and its blocks' choices."""
+        return plan_of(structure, self.base, self.family, self.sites(structure.accumulation), choices)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A structure, what its formulas promise, and, once it was looked at, its frame, its ways and their choices.
+
+    mix: the fastest within the budget, or None. lean: the one that needs least memory.
+    """
+
+    structure: Structure
+    limits: Limits
+    frame: Frame | None = None
+    ways: tuple[Way, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    units: int = 0
+    period: int = 1
+    mix: Mix | None = None
+    lean: Mix | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of the fastest mix that fits; infinite where none does."""
+        return self.mix.seconds if self.mix else float("inf")
+
+    def blocks(self, mix: Mix) -> list[Choice]:
+        """What each block of the model chooses."""
+        return [
+            choice
+            for choice, count in zip(self.choices, mix.counts, strict=True)
+            for _ in range(count * self.period)
+        ]
+
+    def within(self, budget: int) -> Mix | None:
+        """The fastest mix of this structure within ``budget`` bytes."""
+        if self.frame is None:
+            return None
+        return fastest(self.frame, self.ways, self.units, budget)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer: a certified plan, the candidate that it comes from, and all others.
+
+    composed: what was predicted before the rehearsal. looked_at: candidates that were priced, best first. left:
+    promising least first, those that were not. bound: seconds that no plan of the space can beat, by the model.
+    """
+
+    problem: Problem
+    plan: Plan
+    candidate: Candidate
+    mix: Mix
+    composed: Composed
+    certificate: Certificate
+    looked_at: tuple[Candidate, ...]
+    left: tuple[Candidate, ...]
+    bound: float
+    spent: float = field(compare=False)
+
+
+Tell = Callable[[str], None]
+
+
+def search(problem: Problem, seconds: float = 40.0, workers: int | None = None, tell: Tell = lambda line: None) -> Found:
+    """The fastest certified plan that fits.
+
+    seconds: how long structures may be priced; composing and certifying come on top. workers: processes that rehearse
+    (default: the machine's processors). tell: takes lines of progress.
+    Raises DoesNotFit where nothing fits, naming the least budget that works and what it gives up.
+    """
+    started = time.monotonic()
+    candidates = candidates_of(problem)
+    with _pool(workers) as pool:
+        looked_at, left = _explore(problem, candidates, pool, started + seconds, tell)
+        fitting = [candidate for candidate in looked_at if candidate.mix]
+        if not fitting:
+            raise DoesNotFit(_least(problem, looked_at))
+        best = min(fitting, key=lambda candidate: candidate.seconds)
+        tell(f"{best.structure.name}: all modes")
+        best = _price_all(problem, best, MODES, pool)
+    looked_at = sorted((best, *(each for each in looked_at if each.structure != best.structure)), key=_order)
+    while True:
+        best = looked_at[0]
+        if best.mix is None:
+            raise DoesNotFit(_least(problem, looked_at))
+        tell(f"{best.structure.name}: composing")
+        settled = _settle(problem, best)
+        if settled is not None:
+            break
+        looked_at = sorted((replace(best, mix=None), *looked_at[1:]), key=_order)
+    mix, composed, plan = settled
+    tell(f"{best.structure.name}: certifying")
+    certificate = certify(problem.config, plan, composed.expected())
+    bound = min([mix.bound, *(candidate.limits.seconds for candidate in left), *(c.seconds for c in looked_at[1:])])
+    bound = min(bound, mix.seconds)
+    predicted = certificate.predicted()
+    trace = max(certificate.traces.values(), key=lambda each: each.peak_bytes)
+    predicted["time"] = timeline(trace, problem.machine(best.structure), 2).seconds
+    plan = certificate.written(plan).evolve(
+        predicted=predicted, objective=mix.seconds, bound=bound, gap=(mix.seconds - bound) / mix.seconds
+    )
+    return Found(
+        problem, plan, best, mix, composed, certificate, tuple(looked_at), tuple(left), bound, time.monotonic() - started
+    )
+
+
+def candidates_of(problem: Problem) -> list[Candidate]:
+    """Every structure with its limits, most promising first. Raises InputError where there is none."""
+    base, family = problem.base, problem.family
+    found: list[Candidate] = []
+    sizes: dict[str, int] = {}
+    by_accumulation: dict[int, list[Site]] = {}
+    blocks = problem.config.num_hidden_layers
+    for structure in structures(family, problem.config, problem.devices, problem.batch, base.sequence):
+        sites = by_accumulation.get(structure.accumulation)
+        if sites is None:
+            sites = by_accumulation[structure.accumulation] = _distinct(problem, structure.accumulation)
+            sizes = {site.name: site.n * site.k for site in sites}
+        machine = problem.machine(structure)
+        stored = base.master_dtype or base.dtype
+        found.append(Candidate(structure, limits(structure, sites, blocks, sizes, machine, base.dtype, stored)))
+    if not found:
+        raise InputError(
+            f"batch: found {problem.batch} sequences on {problem.devices} devices; allowed: a multiple of the devices "
+            "that are left when features are split as the heads allow"
+        )
+    return sorted(found, key=lambda candidate: (candidate.limits.guess, candidate.limits.memory))
+
+
+def _distinct(problem: Problem, accumulation: int) -> list[Site]:
+    """The embedding, the sites of the first block, the head."""
+    sites = problem.sites(accumulation)
+    first = [site for site in sites if site.name.startswith(f"{problem.family.blocks}.0.")]
+    return [sites[0], *first, sites[-1]]
+
+
+# -- exploring --------------------------------------------------------------------------------------------------------
+
+
+def _explore(
+    problem: Problem, candidates: Sequence[Candidate], pool: Executor, until: float, tell: Tell
+) -> tuple[list[Candidate], list[Candidate]]:
+    """(candidates that were priced, those that were neither priced nor ruled out)."""
+    looked_at: list[Candidate] = []
+    left: list[Candidate] = []
+    best = float("inf")
+    fitting = [each for each in candidates if each.limits.memory <= problem.memory]
+    for number, candidate in enumerate(fitting or sorted(candidates, key=lambda each: each.limits.memory)[:2]):
+        if candidate.limits.seconds >= best:
+            continue  # proven: no plan of it beats the best one
+        if looked_at and time.monotonic() > until:
+            left.append(candidate)
+            continue
+        tell(f"structure {number + 1} of {len(fitting)}: {candidate.structure.name}")
+        priced = _price_all(problem, candidate, FIRST, pool)
+        if priced.frame is not None:
+            looked_at.append(priced)
+            best = min(best, priced.seconds)
+    return looked_at, [each for each in left if each.limits.seconds < best]
+
+
+def _price_all(problem: Problem, candidate: Candidate, modes: Sequence[Mode], pool: Executor) -> Candidate:
+    """The candidate with the prices of these modes (those that its structure has), alone and recomputed, and solved."""
+    structure = candidate.structure
+    chosen = [mode for mode in structure.modes if mode in modes] or list(structure.modes)
+    tasks = [(mode, "none") for mode in chosen]
+    tasks += [(mode, "block") for mode in chosen if mode.save_x == "shard" or structure.tensor == 1]
+    prices = [each for each in pool.map(_priced, [(problem, structure, *task) for task in tasks]) if each is not None]
+    if not prices:
+        return candidate
+    frame, period = prices[0].frame, prices[0].period
+    named = list(_ways(prices))
+    units = problem.config.num_hidden_layers // period
+    ways = tuple(way for way, _ in named)
+    choices = tuple(choice for _, choice in named)
+    mix, lean = fastest(frame, ways, units, problem.memory), leanest(frame, ways, units)
+    return replace(
+        candidate, frame=frame, ways=ways, choices=choices, units=units, period=period, mix=mix, lean=lean
+    )
+
+
+def _ways(prices: Sequence[Priced]) -> Iterator[tuple[Way, Choice]]:
+    """Recomputed blocks first (they need most room in backward, and then find the others' gone), then all mixtures."""
+    alone = [each.price for each in prices if each.price.recompute == "none"]
+    for one in (each.price for each in prices if each.price.recompute != "none"):
+        yield one.way(f"{one.mode.name}, recomputed"), (one.mode, one.mode, one.recompute)
+    for one, other in itertools.product(alone, alone):
+        both: Price | None = one if one is other else one.with_mlp_of(other)
+        if both is not None:
+            yield both.way(f"{one.mode.name} / {other.mode.name}"), (one.mode, other.mode, "none")
+
+
+def _priced(task: tuple[Problem, Structure, Mode, str]) -> Priced | None:
+    """One rehearsal, in a process of the pool; None where the runtime refuses the layout."""
+    problem, structure, mode, recompute = task
+    plan = problem.plan(structure, [(mode, mode, recompute)] * problem.config.num_hidden_layers)
+    try:
+        return price(problem.family, problem.config, plan, problem.machine(structure), mode, recompute)
+    except InputError:
+        return None
+
+
+def _pool(workers: int | None) -> ProcessPoolExecutor:
+    """Processes that inherit what is loaded; each rehearsal has a process group of its own."""
+    count = workers or len(os.sched_getaffinity(0))
+    return ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _settle_in)
+
+
+def _settle_in() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    gc.collect()
+    gc.freeze()  # what was inherited is never garbage: each rehearsal's collections pass it by
+
+
+# -- the winner -------------------------------------------------------------------------------------------------------
+
+
+def _settle(problem: Problem, candidate: Candidate) -> tuple[Mix, Composed, Plan] | None:
+    """The fastest mix whose composed peak is within the budget, to the byte; None where it would not be the best."""
+    budget = problem.memory
+    for _ in range(ATTEMPTS):
+        mix = candidate.within(budget)
+        if mix is None:
+            return None
+        plan = problem.plan(candidate.structure, candidate.blocks(mix))
+        composed = composed_of(problem.config, plan)
+        if composed.peak <= problem.memory:
+            return mix, composed, plan
+        budget -= composed.peak - problem.memory
+    return None
+
+
+def composed_of(config: Any, plan: Plan) -> Composed:
+    """The prediction of a plan from rehearsals of a few of its blocks: on the fullest rank, the most of each figure."""
+    family = family_of(config)
+    short = [shortened(run, plan.in_flight) for run in runs(kinds(family, config, plan))]
+    found = []
+    for ranks in rank_classes(config, plan):
+        trace = rehearse_few(family, config, plan, ranks.representative, 2, short)
+        units, first = [], 0
+        for run in short:
+            blocks = range(first + run.radius, first + run.radius + run.period)
+            units.append(Unit.of(trace, family.blocks, blocks, run.copies))
+            first += run.kept
+        pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])
+        found.append(compose(pieces, trace.saved, units))
+    phases: Mapping[str, None] = dict.fromkeys(phase for each in found for phase in each.phase_peaks)
+    return Composed(
+        {phase: max(each.phase_peaks.get(phase, 0) for each in found) for phase in phases},
+        max(each.saved for each in found),
+        max(each.sent for each in found),
+    )
+
+
+def _order(candidate: Candidate) -> float:
+    return candidate.seconds
+
+
+def _least(problem: Problem, looked_at: Sequence[Candidate]) -> str:
+    """The line that says what would fit."""
+    gib = 2**30
+    known = [each for each in looked_at if each.lean]
+    if not known:
+        return f"memory: found {problem.memory / gib:.2f} GiB; allowed: more, or more devices"
+    leanest_one = min(known, key=lambda each: each.lean.peak if each.lean else 0)
+    assert leanest_one.lean is not None
+    return (
+        f"memory: found {problem.memory / gib:.2f} GiB a device; allowed: {leanest_one.lean.peak / gib:.2f} GiB at least, "
+        f"with {leanest_one.structure.name}, {_told(leanest_one, leanest_one.lean)}, a step of "
+        f"{leanest_one.lean.seconds * 1e3:.4g} ms"
+    )
+
+
+def _told(candidate: Candidate, mix: Mix) -> str:
+    """``3 blocks async, shard / ring, shard; 5 blocks …``."""
+    return "; ".join(
+        f"{count * candidate.period} blocks {way.name}"
+        for way, count in zip(candidate.ways, mix.counts, strict=True)
+        if count
+    )
