@@ -51,7 +51,9 @@ def limits(
         times = blocks if site not in (sites[0], sites[-1]) else 1
         layout = structure.layout(site, KEEP)
         if site is not sites[0]:  # an embedding multiplies nothing
-            products += times * 3 * sum(_product(site.m, linear.n, site.k, layout, mesh, machine) for linear in site.linears)
+            products += (
+                times * 3 * sum(_product(site.m, linear.n, site.k, layout, mesh, machine) for linear in site.linears)
+            )
         volume = site_volume(site, layout, mesh, place, element=element, backend=machine.backend)
         for move in (*volume.forward, *volume.backward):
             if not set(move.axes) & set(structure.token_axes):
@@ -102,5 +104,7 @@ def _memory(
     local = parameters // structure.tensor
     shard = local // (structure.data if structure.level != "replicate" else 1)
     whole = local * element if structure.level in ("optimizer", "gradients") else 0
-    tokens = sites[-1].m // (structure.replica * structure.data) // (structure.tensor if structure.stream == "split" else 1)
+    tokens = (
+        sites[-1].m // (structure.replica * structure.data) // (structure.tensor if structure.stream == "split" else 1)
+    )
     return 3 * shard * stored + whole + blocks * tokens * sites[-1].k * element

@@ -8,7 +8,6 @@ equal, so that a model with more of them has more pieces of the same kind, and e
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwright.trace import Alloc, Collective, Event, Free, Op, Trace

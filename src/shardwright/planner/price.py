@@ -19,7 +19,7 @@ from shardwright.planner.pieces import Piece, cut
 from shardwright.planner.solve import Frame, Way
 from shardwright.planner.space import Mode, Structure
 from shardwright.planner.stretch import kinds, rehearse_few, runs, shortened
-from shardwright.trace import Trace
+from shardwright.trace import Op, Trace
 from shardwright.trace.timeline import timeline
 
 
@@ -92,22 +92,28 @@ def _top(passages: Sequence[Passage]) -> int:
 
 @dataclass(frozen=True)
 class Priced:
-    """A block's price, and the frame around the blocks that was rehearsed with it."""
+    """A block's price, and the frame around the blocks that was rehearsed with it.
+
+    compute: seconds in which a block's operators run, and those of the frame without the optimizer's.
+    """
 
     price: Price
     frame: Frame
     period: int
+    compute: tuple[float, float]
+
+    def floor(self, units: int) -> float:
+        """Seconds that the operators of the whole model take, the optimizer's excepted: no communication, no waiting."""
+        return self.compute[1] + units * self.compute[0]
 
 
-def price(
-    family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode, recompute: str
-) -> Priced:
+def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode, recompute: str) -> Priced:
     """Prices the blocks of ``plan``, which are all alike (or alternate between the types of the config).
 
     Raises InputError where the plan does not fit the model.
     """
     run = runs(kinds(family, config, plan))[0]
-    short = shortened(run, plan.in_flight)
+    short = shortened(run, max(1, plan.in_flight - 1))
     trace = rehearse_few(family, config, plan, 0, 2, [short])
     return priced(trace, family, short.kept, short.period, short.radius, machine, mode, recompute)
 
@@ -121,7 +127,8 @@ def priced(
     clock = timeline(trace, machine, 2)
     offset = next(index for index, event in enumerate(trace.events) if event.step == 2)
     seconds = {
-        piece.first: _at(clock.at, clock.seconds, piece.last - offset) - _at(clock.at, clock.seconds, piece.first - offset)
+        piece.first: _at(clock.at, clock.seconds, piece.last - offset)
+        - _at(clock.at, clock.seconds, piece.first - offset)
         for piece in pieces
         if piece.step == 2
     }
@@ -149,7 +156,17 @@ def priced(
         _passages(unit.passing(pieces, 2, "backward", last), seconds),
         earlier,
     )
-    return Priced(one, _frame(pieces, one.way(""), blocks // period, last, clock.seconds), period)
+    units = blocks // period
+    inside = _computing(trace, machine, [p for p in pieces if p.step == 2 and p.block in unit.blocks])
+    all_ = _computing(trace, machine, [p for p in pieces if p.step == 2 and p.phase != "step"])
+    frame = _frame(pieces, one.way(""), units, last, clock.seconds)
+    return Priced(one, frame, period, (inside, all_ - units * inside))
+
+
+def _computing(trace: Trace, machine: Machine, pieces: Sequence[Piece]) -> float:
+    """Seconds of the operators of these pieces."""
+    events = (event for piece in pieces for event in trace.events[piece.first : piece.last])
+    return sum(machine.operator(event.name, event.shapes) for event in events if isinstance(event, Op))
 
 
 def _at(at: Sequence[float], end: float, index: int) -> float:

@@ -1,12 +1,12 @@
 """The search: structures in the order of what their formulas promise, each priced by rehearsals and solved exactly.
 
-    for each structure, most promising first:
-        leave it out if no plan of it can beat the best one found, or fit
-        rehearse a few blocks in each mode, on several processes
-        solve for the fastest mix of modes, attention and MLP apart, and recomputed blocks
-    the bound is the least of: the best structure's own bound, and what structures not looked at promise at best
-    compose the winner to the byte; where it is over the budget after all, take the overshoot off and solve again
-    certify: rehearse the plan itself
+for each structure, most promising first:
+    leave it out if no plan of it can beat the best one found, or fit
+    rehearse a few blocks in each mode, on several processes
+    solve for the fastest mix of modes, attention and MLP apart, and recomputed blocks
+the bound is the least of: the best structure's own bound, and what structures not looked at promise at best
+compose the winner to the byte; where it is over the budget after all, take the overshoot off and solve again
+certify: rehearse the plan itself
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ class Candidate:
     def blocks(self, mix: Mix) -> list[Choice]:
         """What each block of the model chooses."""
         return [
-            choice
-            for choice, count in zip(self.choices, mix.counts, strict=True)
-            for _ in range(count * self.period)
+            choice for choice, count in zip(self.choices, mix.counts, strict=True) for _ in range(count * self.period)
         ]
 
     def within(self, budget: int) -> Mix | None:
@@ -142,7 +140,9 @@ class Found:
 Tell = Callable[[str], None]
 
 
-def search(problem: Problem, seconds: float = 40.0, workers: int | None = None, tell: Tell = lambda line: None) -> Found:
+def search(
+    problem: Problem, seconds: float = 40.0, workers: int | None = None, tell: Tell = lambda line: None
+) -> Found:
     """The fastest certified plan that fits.
 
     seconds: how long structures may be priced; composing and certifying come on top. workers: processes that rehearse
@@ -181,7 +181,16 @@ def search(problem: Problem, seconds: float = 40.0, workers: int | None = None, 
         predicted=predicted, objective=mix.seconds, bound=bound, gap=(mix.seconds - bound) / mix.seconds
     )
     return Found(
-        problem, plan, best, mix, composed, certificate, tuple(looked_at), tuple(left), bound, time.monotonic() - started
+        problem,
+        plan,
+        best,
+        mix,
+        composed,
+        certificate,
+        tuple(looked_at),
+        tuple(left),
+        bound,
+        time.monotonic() - started,
     )
 
 
@@ -222,22 +231,70 @@ def _explore(
     problem: Problem, candidates: Sequence[Candidate], pool: Executor, until: float, tell: Tell
 ) -> tuple[list[Candidate], list[Candidate]]:
     """(candidates that were priced, those that were neither priced nor ruled out)."""
+    fitting = [each for each in candidates if each.limits.memory <= problem.memory]
+    chosen = fitting or sorted(candidates, key=lambda each: each.limits.memory)[:2]
+    tell(f"{len(candidates)} structures, {len(fitting)} of them within the budget by their parameters; floors")
+    chosen = _with_floors(problem, chosen, pool)
     looked_at: list[Candidate] = []
     left: list[Candidate] = []
     best = float("inf")
-    fitting = [each for each in candidates if each.limits.memory <= problem.memory]
-    for number, candidate in enumerate(fitting or sorted(candidates, key=lambda each: each.limits.memory)[:2]):
+    for number, candidate in enumerate(chosen):
         if candidate.limits.seconds >= best:
             continue  # proven: no plan of it beats the best one
         if looked_at and time.monotonic() > until:
             left.append(candidate)
             continue
-        tell(f"structure {number + 1} of {len(fitting)}: {candidate.structure.name}")
-        priced = _price_all(problem, candidate, FIRST, pool)
+        tell(f"structure {number + 1} of {len(chosen)}: {candidate.structure.name}")
+        priced = _price_all(problem, candidate, _worth(candidate, looked_at), pool)
         if priced.frame is not None:
             looked_at.append(priced)
             best = min(best, priced.seconds)
     return looked_at, [each for each in left if each.limits.seconds < best]
+
+
+def _with_floors(problem: Problem, candidates: Sequence[Candidate], pool: Executor) -> list[Candidate]:
+    """Candidates with what their operators alone take, most promising first; those that the runtime refuses are left out.
+
+    The level and the axes that split storage change no operator but the optimizer's; more micro-batches cut the same work
+    into smaller operators, which take no less. So the structure with the fewest micro-batches, in blocking mode, whose
+    products are not cut, shows a bound for all that share its features' axes and stream.
+    """
+    probes: dict[tuple[int, int, str], Structure] = {}
+    for structure in sorted((each.structure for each in candidates), key=lambda each: each.accumulation):
+        probes.setdefault(_kind(structure), structure)
+    tasks = [(problem, structure, MODES[0], "none") for structure in probes.values()]
+    floors = {
+        kind: priced.floor(problem.config.num_hidden_layers // priced.period)
+        for kind, priced in zip(probes, pool.map(_priced, tasks), strict=True)
+        if priced is not None
+    }
+    found = []
+    for each in candidates:
+        floor = floors.get(_kind(each.structure))
+        if floor is not None:
+            known = each.limits
+            beyond = max(0.0, known.guess - known.seconds)
+            found.append(replace(each, limits=Limits(max(floor, known.seconds), known.memory, floor + beyond)))
+    return sorted(found, key=lambda each: (each.limits.guess, each.limits.memory))
+
+
+def _kind(structure: Structure) -> tuple[int, int, str]:
+    return structure.j, structure.l, structure.stream
+
+
+def _worth(candidate: Candidate, looked_at: Sequence[Candidate]) -> Sequence[Mode]:
+    """The modes to price: where blocks of that kind have been priced, those that were chosen then."""
+    alike = [
+        each
+        for each in looked_at
+        if _kind(each.structure) == _kind(candidate.structure) and each.mix and each.structure.tensor > 1
+    ]
+    if not alike:
+        return FIRST
+    best = min(alike, key=lambda each: each.seconds)
+    assert best.mix is not None
+    chosen = {mode for (a, b, _), count in zip(best.choices, best.mix.counts, strict=True) if count for mode in (a, b)}
+    return [mode for mode in MODES if mode in chosen or mode == Mode("async", "shard")]
 
 
 def _price_all(problem: Problem, candidate: Candidate, modes: Sequence[Mode], pool: Executor) -> Candidate:
@@ -255,9 +312,7 @@ def _price_all(problem: Problem, candidate: Candidate, modes: Sequence[Mode], po
     ways = tuple(way for way, _ in named)
     choices = tuple(choice for _, choice in named)
     mix, lean = fastest(frame, ways, units, problem.memory), leanest(frame, ways, units)
-    return replace(
-        candidate, frame=frame, ways=ways, choices=choices, units=units, period=period, mix=mix, lean=lean
-    )
+    return replace(candidate, frame=frame, ways=ways, choices=choices, units=units, period=period, mix=mix, lean=lean)
 
 
 def _ways(prices: Sequence[Priced]) -> Iterator[tuple[Way, Choice]]:
@@ -317,7 +372,7 @@ def _settle(problem: Problem, candidate: Candidate) -> tuple[Mix, Composed, Plan
 def composed_of(config: Any, plan: Plan) -> Composed:
     """The prediction of a plan from rehearsals of a few of its blocks: on the fullest rank, the most of each figure."""
     family = family_of(config)
-    short = [shortened(run, plan.in_flight) for run in runs(kinds(family, config, plan))]
+    short = [shortened(run, max(1, plan.in_flight - 1)) for run in runs(kinds(family, config, plan))]
     found = []
     for ranks in rank_classes(config, plan):
         trace = rehearse_few(family, config, plan, ranks.representative, 2, short)

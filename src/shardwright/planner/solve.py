@@ -177,7 +177,7 @@ class _Program:
             model.addCol(peak_cost, -infinite, infinite, 0, np.array([], dtype=np.int32), np.array([]))
         for column in range(2 * count):
             model.changeColIntegrality(column, highspy.HighsVarType.kInteger)
-        _row(model, {k: 1.0 for k in range(count)}, float(self.blocks), float(self.blocks))
+        _row(model, dict.fromkeys(range(count), 1.0), float(self.blocks), float(self.blocks))
         for k in range(count):
             _row(model, {k: 1.0, count + k: -float(self.blocks)}, -infinite, 0.0)
         for x, y, alive in self._rows:
