@@ -20,6 +20,7 @@ _HOMES = {
     "record": "shardwright.trace",
     "Runtime": "shardwright.comm",
     "parallelize": "shardwright._parallelize",
+    "plan": "shardwright.planner.request",
     "rehearse": "shardwright._rehearse",
     "shard": "shardwright.params.lending",
     "no_sync": "shardwright.params.lending",

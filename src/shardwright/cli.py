@@ -150,6 +150,70 @@ def rehearse(
 
 
 @app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.json", help="A model's config, or a directory with one.")],
+    cluster: Annotated[Path | None, typer.Option(metavar="CLUSTER.yaml", help="The cluster, as a file.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="NxNAME", help="A common machine, such as 8xH100-80GB or 256xH100-80GB.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help=f"Limit for the peak of a device, {SIZE}; default: all of it.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of a step, over the whole cluster.")] = 0,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Element type of products: bf16 or fp32.")] = "bf16",
+    master_dtype: Annotated[str, typer.Option(help="Element type of stored parameters and moments.")] = "fp32",
+    backend: Annotated[str, typer.Option(help="nccl or gloo.")] = "nccl",
+    seconds: Annotated[float, typer.Option(help="How long structures are priced.")] = 40.0,
+    min_devices: Annotated[bool, typer.Option("--min-devices", help="On the fewest devices that work.")] = False,
+    max_sequence: Annotated[
+        bool, typer.Option("--max-sequence", help="For the longest sequence, doubled as often as it fits.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="PLAN.yaml", help="Write the plan.")] = None,
+    json_path: JsonOption = None,
+    picture: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Draw what memory buys into FILE.")
+    ] = None,
+) -> None:
+    """Find the fastest layout that fits, prove it by a rehearsal, and explain it."""
+    with exit_status():
+        for path, option in ((output, "--output"), (json_path, "--json"), (picture, "--svg")):
+            if path is not None:
+                check_directory(path, option)
+        if (cluster is None) == (devices is None):
+            raise InputError("--cluster: found both or neither of it and --devices; allowed: one of them")
+        if min_devices and max_sequence:
+            raise InputError("--min-devices: found it beside --max-sequence; allowed: one of them")
+        from shardwright.planner import pareto
+        from shardwright.planner.request import least_devices, longest_sequence, request
+        from shardwright.planner.search import search
+        from shardwright.report import planning
+        from shardwright.report.bounds import sites_table
+        from shardwright.report.console import table_console
+
+        types = (DTYPES.get(dtype, dtype), DTYPES.get(master_dtype, master_dtype))
+        problem = request(config, cluster or devices or "", memory, batch, sequence, *types, backend)
+        ask = least_devices if min_devices else longest_sequence if max_sequence else search
+        console = table_console()
+        with console.status("planning") as status:
+            found = ask(problem, seconds, tell=lambda line: status.update(f"planning: {line}"))
+            points = pareto.curve(found.looked_at)
+            knobs = pareto.knobs([point for point in points if point.peak <= found.problem.memory])
+        for line in planning.headline(found):
+            console.print(line, highlight=False)
+        console.print(planning.candidates_table(found))
+        console.print(planning.curve_table(points, knobs))
+        console.print(sites_table(planning.distances_json(found)))
+        if output is not None:
+            found.plan.save(output)
+        if json_path is not None:
+            write_text(json_path, json.dumps(planning.found_json(found, points, knobs), indent=2) + "\n")
+        if picture is not None:
+            here = min(points, key=lambda point: (abs(point.seconds - found.mix.seconds), point.peak))
+            write_text(picture, planning.curve_svg(points, found.problem.memory, here))
+
+
+@app.command()
 def bounds(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.json", help="A model's config.")],
     ranks: Annotated[str, typer.Option(metavar="N,N", help="Numbers of ranks.")] = "8,64,512",

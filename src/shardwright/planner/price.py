@@ -13,8 +13,10 @@ from typing import Any
 
 from shardwright._plan import Plan
 from shardwright.cost.machine import Machine
+from shardwright.layout import GridLayout
 from shardwright.models import Family
 from shardwright.planner.compose import Unit
+from shardwright.planner.patterns import patterns
 from shardwright.planner.pieces import Piece, cut
 from shardwright.planner.solve import Frame, Way
 from shardwright.planner.space import Mode, Structure
@@ -225,19 +227,27 @@ def plan_of(
     base: a plan of the same model, for every field that is not searched. The embedding and the head take the mode of
     the block beside them.
     """
-    layouts = {}
+    layouts: dict[str, GridLayout] = {}
+    by_suffix: dict[str, list[GridLayout]] = {}
     for site in sites:
         number = _block(site.name, family.blocks)
         attention, mlp, _ = choices[number] if number is not None else choices[0 if site is sites[0] else -1]
         inside = number is not None and f".{family.attention}." in site.name
-        layouts[site.name] = structure.layout(site, attention if inside else mlp)
+        layout = structure.layout(site, attention if inside else mlp)
+        if number is None:
+            layouts[site.name] = layout
+        else:
+            by_suffix.setdefault(site.name.removeprefix(f"{family.blocks}.{number}"), []).append(layout)
+    for suffix, each in by_suffix.items():
+        layouts |= patterns(family.blocks, suffix, each)
+    recompute = [word for _, _, word in choices]
     return base.evolve(
         mesh=structure.mesh,
         batch=base.batch // structure.accumulation,
         accumulation=structure.accumulation,
         layouts=layouts,
         params={"*": structure.params},
-        recompute={f"{family.blocks}.{i}": word for i, (_, _, word) in enumerate(choices) if word != "none"},
+        recompute=patterns(family.blocks, "", recompute) if set(recompute) != {"none"} else {},
     )
 
 

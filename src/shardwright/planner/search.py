@@ -233,22 +233,26 @@ def _explore(
     """(candidates that were priced, those that were neither priced nor ruled out)."""
     fitting = [each for each in candidates if each.limits.memory <= problem.memory]
     chosen = fitting or sorted(candidates, key=lambda each: each.limits.memory)[:2]
-    tell(f"{len(candidates)} structures, {len(fitting)} of them within the budget by their parameters; floors")
-    chosen = _with_floors(problem, chosen, pool)
+    tell(f"{len(candidates)} structures, {len(fitting)} of them within the budget by their parameters")
     looked_at: list[Candidate] = []
     left: list[Candidate] = []
     best = float("inf")
-    for number, candidate in enumerate(chosen):
-        if candidate.limits.seconds >= best:
-            continue  # proven: no plan of it beats the best one
-        if looked_at and time.monotonic() > until:
-            left.append(candidate)
-            continue
-        tell(f"structure {number + 1} of {len(chosen)}: {candidate.structure.name}")
-        priced = _price_all(problem, candidate, _worth(candidate, looked_at), pool)
-        if priced.frame is not None:
-            looked_at.append(priced)
-            best = min(best, priced.seconds)
+    for first in (True, False):  # the first that fits sets a mark; only what may beat it is worth a floor
+        if not first:
+            chosen = _with_floors(problem, [each for each in chosen if each.limits.seconds < best], pool)
+        for number, candidate in enumerate(chosen):
+            if candidate.limits.seconds >= best or any(each.structure == candidate.structure for each in looked_at):
+                continue  # proven: no plan of it beats the best one
+            if not first and time.monotonic() > until:
+                left.append(candidate)
+                continue
+            tell(f"structure {number + 1} of {len(chosen)}: {candidate.structure.name}")
+            priced = _price_all(problem, candidate, _worth(candidate, looked_at), pool)
+            if priced.frame is not None:
+                looked_at.append(priced)
+                best = min(best, priced.seconds)
+            if first and (priced.mix or time.monotonic() > until):
+                break
     return looked_at, [each for each in left if each.limits.seconds < best]
 
 
@@ -319,11 +323,19 @@ def _ways(prices: Sequence[Priced]) -> Iterator[tuple[Way, Choice]]:
     """Recomputed blocks first (they need most room in backward, and then find the others' gone), then all mixtures."""
     alone = [each.price for each in prices if each.price.recompute == "none"]
     for one in (each.price for each in prices if each.price.recompute != "none"):
-        yield one.way(f"{one.mode.name}, recomputed"), (one.mode, one.mode, one.recompute)
+        yield one.way(_named(one, one)), (one.mode, one.mode, one.recompute)
     for one, other in itertools.product(alone, alone):
         both: Price | None = one if one is other else one.with_mlp_of(other)
         if both is not None:
-            yield both.way(f"{one.mode.name} / {other.mode.name}"), (one.mode, other.mode, "none")
+            yield both.way(_named(one, other)), (one.mode, other.mode, "none")
+
+
+def _named(attention: Price, mlp: Price) -> str:
+    """What a block does, in words."""
+    recomputed = "recomputed" if attention.recompute != "none" else "not recomputed"
+    if attention.mode == mlp.mode:
+        return f"{recomputed}, {attention.mode.name}"
+    return f"{recomputed}, attention {attention.mode.name}, MLP {mlp.mode.name}"
 
 
 def _priced(task: tuple[Problem, Structure, Mode, str]) -> Priced | None:
@@ -405,12 +417,12 @@ def _least(problem: Problem, looked_at: Sequence[Candidate]) -> str:
     assert leanest_one.lean is not None
     return (
         f"memory: found {problem.memory / gib:.2f} GiB a device; allowed: {leanest_one.lean.peak / gib:.2f} GiB at least, "
-        f"with {leanest_one.structure.name}, {_told(leanest_one, leanest_one.lean)}, a step of "
+        f"with {leanest_one.structure.name}, {told(leanest_one, leanest_one.lean)}, a step of "
         f"{leanest_one.lean.seconds * 1e3:.4g} ms"
     )
 
 
-def _told(candidate: Candidate, mix: Mix) -> str:
+def told(candidate: Candidate, mix: Mix) -> str:
     """``3 blocks async, shard / ring, shard; 5 blocks …``."""
     return "; ".join(
         f"{count * candidate.period} blocks {way.name}"

@@ -92,10 +92,12 @@ class Structure:
 
     @property
     def name(self) -> str:
-        """``data=2, tensor=4: split, parameters, 1 micro-batch``."""
+        """``data=2, tensor=4: parameters kept, 2 micro-batches``."""
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         kept = " kept" if self.keep else ""
-        return f"{mesh}: {self.stream} stream, {self.level}{kept}, {self.accumulation} micro-batches"
+        batches = f", {self.accumulation} micro-batches" if self.accumulation > 1 else ""
+        stream = ", all-reduce" if self.stream == "whole" else ""
+        return f"{mesh}: {self.level}{kept}{stream}{batches}"
 
     @property
     def modes(self) -> tuple[Mode, ...]:

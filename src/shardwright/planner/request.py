@@ -1,0 +1,127 @@
+"""``sw.plan``: what a user asks of the planner, checked, and the questions that it answers by asking itself several times."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwright import models
+from shardwright._errors import DoesNotFit, InputError
+from shardwright._files import parse_bytes
+from shardwright._plan import Plan
+from shardwright.cluster import Cluster
+from shardwright.planner.search import Found, Problem, Tell, search
+
+SECONDS = 40.0
+"""How long structures are priced, unless more is asked for."""
+
+
+def plan(
+    config: str | os.PathLike[str],
+    cluster: Cluster | str | os.PathLike[str],
+    *,
+    memory: int | str | None = None,
+    batch: int,
+    sequence: int,
+    dtype: str = "bfloat16",
+    master_dtype: str | None = "float32",
+    backend: str = "nccl",
+    seconds: float = SECONDS,
+) -> Plan:
+    """The fastest plan that fits, certified by a rehearsal.
+
+    config: a Hugging Face config.json, or a directory that holds one. cluster: a Cluster, a cluster file, or a common
+    machine such as ``8xH100-80GB``. memory: limit for the peak of a device, bytes or a size such as ``72GiB``; by default
+    the device's whole memory. batch: sequences of a step over the whole cluster; the plan may cut them into micro-batches
+    (its ``batch`` × ``accumulation``). sequence: tokens of a sequence. dtype, master_dtype, backend: as in a plan file.
+    seconds: how long to search.
+
+    Raises InputError for bad input, DoesNotFit where no plan fits, with the least budget that works.
+    """
+    problem = request(config, cluster, memory, batch, sequence, dtype, master_dtype, backend)
+    return search(problem, seconds).plan
+
+
+def request(
+    config: str | os.PathLike[str],
+    cluster: Cluster | str | os.PathLike[str],
+    memory: int | str | None,
+    batch: int,
+    sequence: int,
+    dtype: str,
+    master_dtype: str | None,
+    backend: str,
+) -> Problem:
+    """The problem that ``plan`` solves."""
+    machines = cluster_of(cluster)
+    limit = machines.memory_bytes if memory is None else parse_bytes(memory, "memory")
+    if not isinstance(limit, int) or limit < 1:
+        raise InputError(f"memory: found {memory!r}; allowed: a size above 0 such as 72GiB")
+    for name, value in (("batch", batch), ("sequence", sequence)):
+        if value < 1:
+            raise InputError(f"{name}: found {value}; allowed: at least 1")
+    base = Plan.for_config(
+        config,
+        mesh={"data": 1},
+        layout="replicate",
+        batch=batch,
+        sequence=sequence,
+        dtype=dtype,
+        master_dtype=None if master_dtype == dtype else master_dtype,
+        backend=backend,
+    )
+    loaded = models.load_config(base.config_path)
+    models.family_of(loaded)
+    if machines.links is None and machines.devices > 1:
+        raise InputError("links: found null; allowed: the cluster's links, which times are made of")
+    return Problem(loaded, base, machines, machines.devices, limit, batch)
+
+
+def cluster_of(cluster: Cluster | str | os.PathLike[str]) -> Cluster:
+    """A cluster, from a file or by the name of a common machine."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, str) and not Path(cluster).exists() and "x" in cluster and not cluster.endswith(".yaml"):
+        return Cluster.named(cluster)
+    return Cluster.load(cluster)
+
+
+def least_devices(problem: Problem, seconds: float, tell: Tell) -> Found:
+    """The answer on the fewest devices on which something fits: counts that divide the cluster's, smallest first."""
+    refused: DoesNotFit | InputError | None = None
+    for devices in _counts(problem.devices):
+        tell(f"{devices} devices")
+        try:
+            return search(_with(problem, devices=devices), seconds, tell=tell)
+        except (DoesNotFit, InputError) as error:
+            refused = error
+    assert refused is not None
+    raise refused
+
+
+def longest_sequence(problem: Problem, seconds: float, tell: Tell) -> Found:
+    """The answer for the longest sequence, of those asked for times a power of two, with which something fits."""
+    found = search(problem, seconds, tell=tell)
+    while True:
+        longer = found.problem.base.sequence * 2
+        tell(f"sequences of {longer} tokens")
+        try:
+            base = found.problem.base.evolve(sequence=longer)
+            found = search(_with(found.problem, base=base), seconds, tell=tell)
+        except (DoesNotFit, InputError):
+            return found
+
+
+def _with(problem: Problem, **changes: Any) -> Problem:
+    from dataclasses import replace
+
+    return replace(problem, **changes)
+
+
+def _counts(devices: int) -> Iterator[int]:
+    yield from (count for count in range(1, devices + 1) if devices % count == 0)
+
+
+Ask = Callable[[Problem, float, Tell], Found]
