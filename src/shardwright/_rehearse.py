@@ -6,7 +6,7 @@ the initialisation of a model from its plan's seed, and an evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import debug as dtensor_debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -23,10 +23,10 @@ from shardwright._errors import InputError
 from shardwright._parallelize import parallelize
 from shardwright._plan import Plan
 from shardwright.comm import Runtime
-from shardwright.mesh import chunk, coordinates
+from shardwright.mesh import chunk, coordinates, ranks_along, world_size
 from shardwright.params.initial import unfilled
 from shardwright.step import TrainStep, record_evaluation, record_initialisation, record_steps
-from shardwright.trace import Trace
+from shardwright.trace import Trace, collector_at_rest
 
 MicroBatches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -43,7 +43,7 @@ def rehearse(config: Any, plan: Plan, rank: int = 0, steps: int = 2, job: str = 
         raise InputError(f"job: found {job!r}; allowed: {', '.join(JOBS)}")
     if isinstance(config, (str, Path)):
         config = models.load_config(config)
-    with stage(plan, rank) as mesh:
+    with collector_at_rest(), stage(plan, rank) as mesh:
         model = models.build_meta(config, plan.stored_dtype)
         with FakeTensorMode():
             trace = JOBS[job](model, mesh, plan, steps)
@@ -59,12 +59,23 @@ def stage(plan: Plan, rank: int) -> Iterator[DeviceMesh]:
         raise InputError("rehearse: found a process group in this process; allowed: a process of its own")
     dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
     try:
-        mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+        mesh = _mesh(plan.mesh, rank)
         Runtime.of(mesh, plan.backend)  # made here, outside of any fake-tensor mode
         yield mesh
     finally:
         dist.destroy_process_group()
         _forget_meshes()
+
+
+def _mesh(sizes: Mapping[str, int], rank: int) -> DeviceMesh:
+    """The mesh with the groups of this rank only: thousands of others would take minutes to make."""
+    groups = [dist.new_group(list(ranks_along(rank, (axis,), sizes)), use_local_synchronization=True) for axis in sizes]
+    return DeviceMesh.from_group(
+        groups if len(groups) > 1 else groups[0],
+        "cpu",
+        mesh=torch.arange(world_size(sizes)).view(*sizes.values()),
+        mesh_dim_names=tuple(sizes),
+    )
 
 
 def _forget_meshes() -> None:

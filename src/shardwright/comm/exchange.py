@@ -78,8 +78,7 @@ def pass_along(outgoing: torch.Tensor | None, incoming: torch.Tensor | None, gro
 
 def places(whole: torch.Tensor, group: AxisGroup) -> list[torch.Tensor]:
     """The part of each rank, as views of the whole."""
-    bounds = [group.bounds(whole.shape[0], index) for index in range(group.size)]
-    return [whole[start:stop] for start, stop in bounds]
+    return list(whole.split(group.lengths(whole.shape[0])))
 
 
 class Gathering:
@@ -92,30 +91,31 @@ class Gathering:
         log("all_gather", group, whole.nbytes, part.nbytes, module, mode)
         self.group, self.module, self.mode = group, module, mode
         self._part = part.contiguous()  # held until all has been sent
-        self._places = places(whole, group)
-        mine = self._places[group.index]
-        if part.shape != mine.shape:
+        self._rows = whole.shape[0]
+        start, stop = group.bounds(self._rows)
+        if part.shape != (stop - start, *whole.shape[1:]):
             raise ValueError(
-                f"{module or 'all_gather'}: found a part of {part.shape[0]} rows; allowed: {mine.shape[0]}, "
+                f"{module or 'all_gather'}: found a part of {part.shape[0]} rows; allowed: {stop - start}, "
                 f"this rank's part of {whole.shape[0]} over {group.size} ranks"
             )
         self._all: dist.Work | None = None
         self._sends: list[dist.Work] = []
         self._arrivals: dict[int, dist.Work] = {}
         if group.backend == "nccl":
-            if whole.shape[0] % group.size:
-                work = dist.all_gather(self._places, self._part, group=group.process_group, async_op=True)
+            if self._rows % group.size:
+                work = dist.all_gather(places(whole, group), self._part, group=group.process_group, async_op=True)
             else:
                 work = dist.all_gather_into_tensor(whole, self._part, group=group.process_group, async_op=True)
             self._all = cast(dist.Work, work)
             return
+        by_rank = places(whole, group)
         tag = next(group.tags)
         peers = [(group.index + step) % group.size for step in range(1, group.size)]
         for peer in reversed(peers):
-            if self._places[peer].numel():
-                self._arrivals[peer] = receive(self._places[peer], peer, group, tag)
+            if by_rank[peer].numel():
+                self._arrivals[peer] = receive(by_rank[peer], peer, group, tag)
         self._sends = [send(self._part, peer, group, tag) for peer in peers if part.numel()]
-        mine.copy_(self._part)
+        by_rank[group.index].copy_(self._part)
 
     def wait(self, peer: int) -> None:
         """Until the part of the group's member ``peer`` is there."""
@@ -128,9 +128,9 @@ class Gathering:
 
     def peers_of(self, rows: slice) -> list[int]:
         """The members that hold some of these rows of the whole, in the order of arrival."""
-        n, length = self.group.size, sum(place.shape[0] for place in self._places)
+        n = self.group.size
         ring = [(self.group.index - step) % n for step in range(n)]
-        bounds = {peer: self.group.bounds(length, peer) for peer in ring}
+        bounds = {peer: self.group.bounds(self._rows, peer) for peer in ring}
         return [peer for peer in ring if bounds[peer][0] < rows.stop and rows.start < bounds[peer][1]]
 
     def turn(self, rows: slice) -> int:
@@ -176,13 +176,13 @@ class Scattering:
         log("reduce_scatter", group, whole.nbytes, part.nbytes, module, mode)
         self.group, self.module, self.mode = group, module, mode
         self._whole, self._part = whole.contiguous(), part
-        self._places = places(self._whole, group)
         self._wide = part.dtype != whole.dtype or (wide and part.dtype in (torch.bfloat16, torch.float16))
         self._all: dist.Work | None = None
         if group.backend == "nccl":
             self._all = self._on_nccl()
             return
         n, me = group.size, group.index
+        self._places = places(self._whole, group)
         self._tag = next(group.tags)
         peers = [(me - s) % n for s in range(1, n)]
         self._sources = [(me + s) % n for s in range(1, n)] if part.numel() else []

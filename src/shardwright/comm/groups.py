@@ -39,6 +39,11 @@ class AxisGroup:
         """[start, stop) of the part of ``length`` that belongs to member ``index`` (by default this rank)."""
         return nested_chunk(length, self.sizes, self.index if index is None else index)
 
+    def lengths(self, length: int) -> list[int]:
+        """How much of ``length`` belongs to each member."""
+        bounds = (self.bounds(length, index) for index in range(self.size))
+        return [stop - start for start, stop in bounds]
+
     def joined(self) -> AxisGroup:
         """The same ranks as one axis: what they share is cut once, into ⌈length/size⌉ each."""
         return replace(self, sizes=(self.size,))

@@ -5,6 +5,7 @@ Beside together.py: what is small travels packed (a message costs more than a co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -44,49 +45,91 @@ class GatheringPacked:
         whole_bytes = sum(whole.nbytes for _, whole in pairs)
         (logged or Logged()).join("all_gather", group, whole_bytes, own, module, mode)
         self.group, self.module, self.mode = group, module, mode
-        n, me = group.size, group.index
-        by_pair = [places(whole, group) for _, whole in pairs]
-        self._places = [[of_pair[rank] for of_pair in by_pair] for rank in range(n)]
-        for (part, whole), place in zip(pairs, self._places[me], strict=True):
-            if part.shape != place.shape:
+        for part, whole in pairs:
+            start, stop = group.bounds(whole.shape[0])
+            if part.shape != (stop - start, *whole.shape[1:]):
                 raise ValueError(
                     f"{module or 'all_gather'}: found a part of shape {tuple(part.shape)}; allowed: "
-                    f"{tuple(place.shape)}, this rank's part of {tuple(whole.shape)} over {n} ranks"
+                    f"{(stop - start, *whole.shape[1:])}, this rank's part of {tuple(whole.shape)} over {group.size} "
+                    "ranks"
                 )
+        self._arena = arena
+        self._wholes = [whole for _, whole in pairs]
+        parts = [part for part, _ in pairs]
+        if group.backend == "nccl":
+            self._on_nccl(parts)
+        else:
+            self._by_exchange(parts)
+
+    def _by_exchange(self, parts: list[torch.Tensor]) -> None:
+        """Every rank's parts are a lane of the buffer, as long as they are."""
+        group, n, me = self.group, self.group.size, self.group.index
+        by_whole = [places(whole, group) for whole in self._wholes]
+        self._places = [[of_whole[rank] for of_whole in by_whole] for rank in range(n)]
         self._sizes = [[place.numel() for place in of_rank] for of_rank in self._places]
         totals = [sum(sizes) for sizes in self._sizes]
-        lanes = [totals[0]] * n if group.backend == "nccl" else totals
-        self._arena = arena
-        self._buffer = _room(sum(lanes), pairs[0][1], arena, module)
-        self._lanes = [lane[:total] for lane, total in zip(self._buffer.split(lanes), totals, strict=True)]
-        torch._foreach_copy_(self._parts(me), [part.reshape(-1) for part, _ in pairs])
-        torch._foreach_copy_(self._places[me], [part for part, _ in pairs])
-        if group.backend == "nccl":
-            mine = self._buffer.split(lanes)[me]
-            work = dist.all_gather_into_tensor(self._buffer, mine, group=group.process_group, async_op=True)
-            self._works = [cast(dist.Work, work)]
-            return
+        self._buffer = _room(sum(totals), self._wholes[0], self._arena, self.module)
+        self._lanes = list(self._buffer.split(totals))
+        torch._foreach_copy_(self._parts(me), [part.reshape(-1) for part in parts])
+        torch._foreach_copy_(self._places[me], parts)
         tag = next(group.tags)
         peers = [(me + step) % n for step in range(1, n)]
         self._works = [receive(self._lanes[peer], peer, group, tag) for peer in reversed(peers) if totals[peer]]
         self._works += [send(self._lanes[me], peer, group, tag) for peer in peers if totals[me]]
+
+    def _on_nccl(self, parts: list[torch.Tensor]) -> None:
+        """Lanes are equally long, with room for the first rank's part of every whole; one collective brings them."""
+        group = self.group
+        firsts = [math.prod((group.bounds(whole.shape[0], 0)[1], *whole.shape[1:])) for whole in self._wholes]
+        self._buffer = _room(group.size * sum(firsts), self._wholes[0], self._arena, self.module)
+        lanes = self._buffer.view(group.size, -1)
+        self._slots = list(lanes.split(firsts, 1))
+        mine = lanes[group.index]
+        rooms = [room[: part.numel()] for room, part in zip(mine.split(firsts), parts, strict=True)]
+        torch._foreach_copy_(rooms, [part.reshape(-1) for part in parts])
+        work = dist.all_gather_into_tensor(self._buffer, mine, group=group.process_group, async_op=True)
+        self._works = [cast(dist.Work, work)]
 
     def _parts(self, rank: int) -> list[torch.Tensor]:
         return list(self._lanes[rank].split(self._sizes[rank]))
 
     def finish(self) -> None:
         """Until everything is in its place, and everything sent."""
-        if not self._places:
+        if not self._wholes:
             return
         if self.mode != "blocking":
             trace.waited("all_gather", self.group.axes, self.module)
         while self._works:
             self._works.pop(0).wait()
-        for rank, of_rank in enumerate(self._places):
-            if rank != self.group.index:
-                torch._foreach_copy_([place.view(-1) for place in of_rank], self._parts(rank))
-        self._places, self._lanes = [], []
+        if self.group.backend == "nccl":
+            for slot, whole in zip(self._slots, self._wholes, strict=True):
+                _unpack(slot, whole, self.group)
+            self._slots = []
+        else:
+            for rank, of_rank in enumerate(self._places):
+                if rank != self.group.index:
+                    torch._foreach_copy_([place.view(-1) for place in of_rank], self._parts(rank))
+            self._places, self._lanes = [], []
+        self._wholes = []
         _give_back(self, self._arena)
+
+
+def _unpack(slot: torch.Tensor, whole: torch.Tensor, group: AxisGroup) -> None:
+    """whole [R,…] ← slot [n,·], of which row r begins with rank r's part: as long as the first one's, but for the last.
+
+    Of several axes that cut one after the other, and do not divide, each rank's part is copied for itself.
+    """
+    rows = group.bounds(whole.shape[0], 0)[1]
+    if group.sizes != (group.size,) and whole.shape[0] % group.size:
+        for place, part in zip(places(whole, group), slot.unbind(0), strict=True):
+            place.view(-1).copy_(part[: place.numel()])
+        return
+    full, rest = divmod(whole.shape[0], rows) if rows else (0, 0)
+    if full:
+        whole[: full * rows].view(full, -1).copy_(slot[:full])
+    if rest:
+        last = whole[full * rows :].view(-1)
+        last.copy_(slot[full, : last.numel()])
 
 
 class ReducingPacked:

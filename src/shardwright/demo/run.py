@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib import resources
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from shardwright.demo.candidates import (
     global_batch,
     reason,
 )
+from shardwright.planner.certify import predicted, slots
 from shardwright.report.console import table_console
 from shardwright.report.ledger import ledger_json, ledger_table, rank_label
 from shardwright.report.volume import collectives_json
@@ -124,7 +124,7 @@ def _demo(
     console.print(candidate_table(candidates, memory, chosen))
     console.print(reason(chosen, fitting, len(candidates), memory), highlight=False, soft_wrap=True)
     assert chosen.plan is not None
-    plan = chosen.plan.evolve(predicted=_predicted(rehearsed), arena=_arena(rehearsed))
+    plan = chosen.plan.evolve(predicted=predicted(rehearsed), arena=slots(rehearsed))
 
     with console.status("training the tokenizer"):
         _write_text(work, json.loads(config.read_text())["vocab_size"])
@@ -209,26 +209,6 @@ def _progress(console: Console, status: Any, line: str) -> None:
         status.update(line)
     else:
         print(line, flush=True)
-
-
-def _predicted(rehearsed: Sequence[Trace]) -> dict[str, Any]:
-    """What the plan file says of the rehearsals: bytes of the fullest rank."""
-    phases: dict[str, int] = {}
-    for trace in rehearsed:
-        for phase, peak in trace.phase_peaks.items():
-            phases[phase] = max(peak, phases.get(phase, 0))
-    saved = max(trace.saved_bytes for trace in rehearsed)
-    return {"peak": phases, "saved": saved, "volume": max(trace.sent_bytes for trace in rehearsed)}
-
-
-def _arena(rehearsed: Sequence[Trace]) -> dict[str, list[int]]:
-    """Slots (element type → bytes, largest first) that serve every rank's leases."""
-    slots: dict[str, list[int]] = {}
-    for trace in rehearsed:
-        for dtype, sizes in trace.arena.items():
-            merged = zip_longest(slots.get(dtype, []), sizes, fillvalue=0)
-            slots[dtype] = [max(pair) for pair in merged]
-    return slots
 
 
 def _write_text(work: Path, vocab_size: int) -> None:

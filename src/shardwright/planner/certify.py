@@ -194,7 +194,7 @@ def _meetings(
 
 def _agree(one: int, ours: Sequence[Collective], other: int, theirs: Sequence[Collective]) -> None:
     for index, (mine, its) in enumerate(zip_longest(ours, theirs)):
-        if mine is None or its is None or _kernel(mine) != _kernel(its):
+        if mine is None or its is None or _essence(mine) != _essence(its):
             members = (mine or its).ranks
             raise Divergence(
                 f"collective {index} of the group of ranks {_few(members)}: rank {one} {_told(mine)}, rank {other} "
@@ -202,8 +202,8 @@ def _agree(one: int, ours: Sequence[Collective], other: int, theirs: Sequence[Co
             )
 
 
-def _kernel(event: Collective) -> tuple[str, tuple[str, ...], int, int]:
-    return event.kind, event.axes, event.size, event.step
+def _essence(event: Collective) -> tuple[str, str, tuple[str, ...], int, int]:
+    return event.kind, event.module, event.axes, event.size, event.step
 
 
 def _told(event: Collective | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 from shardwright import models
@@ -103,18 +103,23 @@ def _pieces(config: Any, plan: Plan) -> Iterator[_Piece]:
         yield _Piece(plan.batch, plan.data_axes)
         yield from _stored({(length, ()) for length in rows}, {plan.data_axes, *_storing(plan)})
         return
-    sites = family_of(config).sites(config, plan.batch * plan.sequence)
+    family = family_of(config)
+    sites = family.sites(config, plan.batch * plan.sequence)
     alike = {(plan.layout_for(site), site.k, tuple(linear.n for linear in site.linears)): site for site in sites}
     stream = plan.layout_for(sites[0])
     cuts = {(config.hidden_size, stream.output_feature_axes), (head_size(config), ())}
-    cuts.add((getattr(config, "max_position_embeddings", 0), ()))  # a table of positions
-    storing = _storing(plan)
+    if family.positions is not None:
+        cuts.add((config.max_position_embeddings, ()))
+    stored = _storing(plan)
+    over = set[tuple[str, ...]]()
     for (layout, _, _), site in alike.items():
         yield from _activations(site, layout, plan)
         cuts |= {(site.k, layout.k)} | {(linear.n // linear.groups, layout.n) for linear in site.linears}
-        cuts |= {(linear.n, ()) for linear in site.linears}
-        storing.add(layout.axes_where("w", "sharded"))
-    yield from _stored(cuts, storing)
+        cuts |= {(linear.n, ()) for linear in site.linears if linear.sharable}
+        partial = (layout.m, layout.m + layout.n, layout.output_token_axes, layout.n + layout.output_token_axes)
+        axes = stored | {layout.axes_where("w", "sharded")}
+        over |= {tuple(axis for axis in each if axis in split) for each in axes for split in partial}
+    yield from _stored(cuts, over)
 
 
 def _storing(plan: Plan) -> set[tuple[str, ...]]:
@@ -134,7 +139,6 @@ def _activations(site: Site, layout: GridLayout, plan: Plan) -> Iterator[_Piece]
         yield _Piece(linear.n // linear.groups, axes, ordered=axes != layout.n)
 
 
-def _stored(cuts: set[tuple[int, tuple[str, ...]]], storing: set[tuple[str, ...]]) -> Iterator[_Piece]:
-    """Dimensions of parameters, and their rows where storage is split over some of the axes."""
-    some = {over for axes in storing for count in range(len(axes) + 1) for over in combinations(axes, count)} | {()}
-    yield from (_Piece(length, axes, over) for length, axes in cuts for over in some if not {*axes} & {*over})
+def _stored(cuts: set[tuple[int, tuple[str, ...]]], over: set[tuple[str, ...]]) -> Iterator[_Piece]:
+    """Dimensions of parameters, and their rows where storage is split."""
+    yield from (_Piece(length, axes, each) for length, axes in cuts for each in over if not {*axes} & {*each})

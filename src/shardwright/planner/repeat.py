@@ -61,6 +61,7 @@ class _Repeating:
         self.events: list[Event] = []
         self.storages: list[Storage] = []
         self._numbers: dict[_Key, int] = {}  # blocks are the long trace's here
+        self._living: set[int] = set()
         self._outside: dict[int, int] = {}  # number in the short trace → in the long one
 
     def run(self) -> Trace:
@@ -148,16 +149,18 @@ class _Repeating:
         for event in self.trace.events[segment.start : segment.stop]:
             if isinstance(event, Alloc):
                 number = len(self.storages)
-                storage = self.trace.storages[event.storage]
-                self.storages.append(replace(storage, module=self._renamed(storage.module, shift)))
+                made_of = self.trace.storages[event.storage]
+                module = self._renamed(made_of.module, shift)
+                self.storages.append(Storage(made_of.bytes, made_of.category, module, made_of.op))
                 if block is None:
                     self._outside[event.storage] = number
                 else:
                     self._numbers[region, block, made] = number
                     made += 1
                 self.events.append(Alloc(event.step, event.phase, number))
+                self._living.add(number)
             elif isinstance(event, Free):
-                self.events.append(Free(event.step, event.phase, self._number(event.storage, shift)))
+                self.events.append(Free(event.step, event.phase, self._freed(event.storage, shift)))
             elif isinstance(event, Mark):
                 self.events.append(event)
             elif isinstance(event, Op) and block is None and event.phase == "step":
@@ -167,20 +170,29 @@ class _Repeating:
 
     def _moved(self, event: Op | Collective | Wait, shift: int | None) -> Op | Collective | Wait:
         module = self._renamed(event.module, shift)
-        return event if module == event.module else replace(event, module=module)
+        if module == event.module:
+            return event
+        if isinstance(event, Op):  # most events: dataclasses.replace would take several times as long
+            return Op(event.step, event.phase, module, event.name, event.shapes)
+        return replace(event, module=module)
 
     def _renamed(self, module: str, shift: int | None) -> str:
-        block = self.names.block(module)
-        if block is None:
-            return module
-        return self.names.shifted(module, self._side(block) if shift is None else shift)
+        if shift is None:
+            block = self.names.block(module)
+            return module if block is None else self.names.shifted(module, self._side(block))
+        return self.names.shifted(module, shift) if shift else module
 
-    def _number(self, storage: int, shift: int | None) -> int:
+    def _freed(self, storage: int, shift: int | None) -> int:
         key = self.maker.get(storage)
         if key is None:
-            return self._outside[storage]
-        region, block, place = key
-        return self._numbers[region, block + (self._side(block) if shift is None else shift), place]
+            number = self._outside[storage]
+        else:
+            region, block, place = key
+            number = self._numbers.get((region, block + (self._side(block) if shift is None else shift), place), -1)
+        if number not in self._living:
+            raise NotPeriodic(f"storage {storage} of the short trace is released, but not alive, in the long one")
+        self._living.remove(number)
+        return number
 
     def _side(self, block: int) -> int:
         """The shift of a block that is spoken of outside of blocks."""

@@ -39,11 +39,11 @@ class Names:
 
     def shifted(self, name: str, shift: int) -> str:
         """``name`` with the number of its block, if it is in one, raised by ``shift``."""
-        key = name, shift
-        if key not in self._shifted:
+        found = self._shifted.get((name, shift))
+        if found is None:
             parts = self._split(name)
-            self._shifted[key] = f"{parts[0]}{parts[1] + shift}{parts[2]}" if parts else name
-        return self._shifted[key]
+            found = self._shifted[name, shift] = f"{parts[0]}{parts[1] + shift}{parts[2]}" if parts else name
+        return found
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Cutting:
     def _listing(labels: Iterable[tuple[int, int | None]], stop: int) -> Region:
         """labels: (where, the block from there on), in order."""
         cuts = [next(group) for _, group in groupby(labels, key=lambda label: label[1])]
-        ends = [place for place, _ in cuts[1:]] + [stop]
+        ends = [*(place for place, _ in cuts[1:]), stop][: len(cuts)]
         return [Segment(block, place, end) for (place, block), end in zip(cuts, ends, strict=True)]
 
     def _pass(self, start: int, stop: int, direction: int) -> Region:

@@ -18,7 +18,7 @@ from shardwright._rehearse import rehearse
 from shardwright.models import Family, family_of, has_rule
 from shardwright.planner.repeat import Repeat, repeated
 from shardwright.planner.segments import NotPeriodic
-from shardwright.trace import Trace
+from shardwright.trace import Trace, collector_at_rest
 
 LONGEST_PERIOD = 8
 """Blocks of the longest pattern of unlike blocks that is looked for."""
@@ -30,12 +30,17 @@ FURTHER = 2
 def rehearse_stretched(config: Any, plan: Plan, rank: int = 0, steps: int = 2) -> Trace:
     """What ``rank`` would do under ``plan`` in its first ``steps`` steps: ``rehearse``, but faster for many blocks.
 
-    config: a path of a config.json, or a Hugging Face config. A model whose blocks are few, or do not do the same, is
-    rehearsed as it is.
+    config: a path of a config.json, or a Hugging Face config. A model is rehearsed as it is where its blocks are few or
+    do not do the same, and where gradients of several blocks share a bucket, which fills at its own pace.
     """
     if isinstance(config, (str, Path)):
         config = models.load_config(config)
-    if not has_rule(config):
+    with collector_at_rest():
+        return _rehearse(config, plan, rank, steps)
+
+
+def _rehearse(config: Any, plan: Plan, rank: int, steps: int) -> Trace:
+    if not has_rule(config) or plan.bucket or any(stored.bucket for stored in plan.params.values()):
         return rehearse(config, plan, rank, steps)
     family = family_of(config)
     found = runs(kinds(family, config, plan))

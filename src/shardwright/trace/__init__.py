@@ -9,6 +9,7 @@ from shardwright.trace.events import CATEGORIES, PHASES, Alloc, Collective, Even
 from shardwright.trace.recorder import (
     active,
     collective,
+    collector_at_rest,
     note,
     plain,
     quiet,
@@ -39,6 +40,7 @@ __all__ = [
     "Wait",
     "active",
     "collective",
+    "collector_at_rest",
     "note",
     "plain",
     "quiet",

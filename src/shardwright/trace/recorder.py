@@ -299,34 +299,47 @@ def record(*roots: Any) -> Iterator[Trace]:
     trace = Trace()
     recorder = Recorder()
     hooks = torch.nn.modules.module
-    collecting = gc.isenabled()
+    with collector_at_rest():
+        handles: list[Any] = [
+            hooks.register_module_forward_pre_hook(recorder.enter_module),
+            hooks.register_module_forward_hook(recorder.leave_module, always_call=True),
+            register_optimizer_step_pre_hook(recorder.before_optimizer),
+            register_optimizer_step_post_hook(recorder.after_optimizer),
+        ]
+        handles += [
+            parameter.register_post_accumulate_grad_hook(recorder.accumulated)
+            for root in roots
+            if isinstance(root, torch.nn.Module)
+            for parameter in root.parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            recorder.begin(roots)
+            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), recorder:
+                yield trace
+            recorder.end()
+        finally:
+            for handle in handles:
+                handle.remove()
+            trace.events, trace.storages, trace.saved = recorder.events, recorder.storages(), recorder.saved
+            recorder._living.clear()  # deaths after the recording are nobody's business
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Python's cycle collector works before the block, and not inside.
+
+    A block inside of such a block does not wait for it again: what is garbage by then was made in peace.
+    """
+    if not gc.isenabled():
+        yield
+        return
     gc.collect()
     gc.disable()
-    handles: list[Any] = [
-        hooks.register_module_forward_pre_hook(recorder.enter_module),
-        hooks.register_module_forward_hook(recorder.leave_module, always_call=True),
-        register_optimizer_step_pre_hook(recorder.before_optimizer),
-        register_optimizer_step_post_hook(recorder.after_optimizer),
-    ]
-    handles += [
-        parameter.register_post_accumulate_grad_hook(recorder.accumulated)
-        for root in roots
-        if isinstance(root, torch.nn.Module)
-        for parameter in root.parameters()
-        if parameter.requires_grad
-    ]
     try:
-        recorder.begin(roots)
-        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), recorder:
-            yield trace
-        recorder.end()
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
-        if collecting:
-            gc.enable()
-        trace.events, trace.storages, trace.saved = recorder.events, recorder.storages(), recorder.saved
-        recorder._living.clear()  # deaths after the recording are nobody's business
+        gc.enable()
 
 
 # -- what the runtime says to the recorder that watches it, if any ---------------------------------------------------

@@ -1,0 +1,134 @@
+"""Stretched rehearsals equal full ones, event by event; what is not periodic is not stretched (ACCEPTANCE E2, E9)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tiny
+from shardwright import models
+from shardwright._plan import Plan
+from shardwright._rehearse import rehearse
+from shardwright.models import family_of
+from shardwright.planner import stretch
+from shardwright.planner.repeat import Repeat, repeated
+from shardwright.planner.segments import NotPeriodic
+from shardwright.planner.stretch import rehearse_stretched, runs
+from shardwright.trace import Op, Trace
+from test_families import FAMILIES
+
+SHARDED = {"*": {"level": "parameters"}}
+KEPT = {"*": {"level": "parameters", "keep": True}}
+BLOCKS = {"*": "block"}
+
+
+def path_of(family: str, blocks: int) -> Path:
+    name = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    return tiny.write_config({"model_type": family, **FAMILIES[family], name: blocks})
+
+
+def case(family: str = "llama", blocks: int = 6, overlap: str = "blocking", **settings) -> tuple[Path, Plan]:
+    path = path_of(family, blocks)
+    settings = {"batch": 4, "sequence": 8, "in_flight": 1, **settings}
+    plan = tiny.plan_of({"data": 2, "tensor": 2}, settings.pop("layout", "sequence-parallel"), path, **settings)
+    if overlap != "blocking":
+        config = models.load_config(path)
+        sites = family_of(config).sites(config, plan.batch * plan.sequence)
+        plan = plan.evolve(layouts={s.name: replace(plan.layout_for(s), overlap=overlap) for s in sites})
+    return path, plan
+
+
+CASES = {
+    "replicate": {"params": {"*": "replicate"}, "recompute": BLOCKS},
+    "optimizer": {"params": {"*": "optimizer"}, "accumulation": 2, "backend": "nccl"},
+    "gradients": {"params": {"*": "gradients"}, "overlap": "async"},
+    "parameters": {"params": SHARDED, "recompute": BLOCKS, "overlap": "ring", "dtype": "bfloat16"},
+    "kept": {"params": KEPT, "backend": "nccl"},
+    "three in flight": {"params": SHARDED, "in_flight": 3, "blocks": 9, "backend": "nccl"},
+    "gpt2": {"family": "gpt2", "params": SHARDED, "layout": "tensor-all-reduce"},
+    "qwen3": {"family": "qwen3", "params": SHARDED, "backend": "nccl", "recompute": BLOCKS, "master_dtype": "float64"},
+    "unlike neighbours": {"family": "gemma2", "params": SHARDED, "blocks": 8, "backend": "nccl"},
+    "two runs": {"params": SHARDED, "blocks": 10, "recompute": {"model.layers.[0-4]": "block"}, "backend": "nccl"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stretched_rehearsal_is_the_full_one(name, monkeypatch):
+    path, plan = case(**CASES[name])
+    seen = blocks_rehearsed(monkeypatch)
+    stretched = rehearse_stretched(path, plan, rank=1)
+    full = rehearse(path, plan, rank=1)
+    assert seen and max(seen) < models.load_config(path).num_hidden_layers, "nothing was stretched"
+    assert stretched.events == full.events
+    assert stretched.storages == full.storages
+    assert stretched.saved == full.saved
+    assert stretched.arena == full.arena
+
+
+def blocks_rehearsed(monkeypatch) -> list[int]:
+    """How many blocks each rehearsal from now on has, as they come."""
+    seen: list[int] = []
+
+    def spy(config, *rest):
+        seen.append(config.num_hidden_layers)
+        return rehearse(config, *rest)
+
+    monkeypatch.setattr(stretch, "rehearse", spy)
+    return seen
+
+
+def test_a_bucket_that_blocks_fill_together_is_rehearsed_as_it_is(monkeypatch):
+    path, plan = case(params=SHARDED, bucket=2048)
+    seen = blocks_rehearsed(monkeypatch)
+    stretched, full = rehearse_stretched(path, plan), rehearse(path, plan)
+    assert seen == [6]
+    assert (stretched.events, stretched.storages, stretched.saved) == (full.events, full.storages, full.saved)
+
+
+def test_a_short_model_is_rehearsed_as_it_is(monkeypatch):
+    path, plan = case(blocks=4, params=SHARDED, backend="nccl")
+    seen = blocks_rehearsed(monkeypatch)
+    assert rehearse_stretched(path, plan).events
+    assert seen == [4]
+
+
+@functools.cache
+def few() -> Trace:
+    return rehearse(*case(blocks=4, params=SHARDED, backend="nccl"))
+
+
+def test_what_is_not_periodic_is_named():
+    trace = few()
+    events = list(trace.events)
+    place = max(i for i, e in enumerate(events) if isinstance(e, Op) and e.module == "model.layers.2.mlp.down_proj")
+    events[place] = replace(events[place], name="aten.odd.default")
+    with pytest.raises(NotPeriodic, match=r"blocks 1 and 2 do not do the same in step 2, backward.*aten\.odd\.default"):
+        repeated(Trace(events, trace.storages, trace.saved), "model.layers", [Repeat(1, 1, 3)])
+
+
+def test_other_neighbours_than_the_middle_ones_are_not_alike():
+    with pytest.raises(NotPeriodic, match="blocks 0 and 1"):
+        repeated(few(), "model.layers", [Repeat(0, 1, 3)])
+
+
+def test_no_copies_change_nothing():
+    assert repeated(few(), "model.layers", [Repeat(1, 1, 0)]) is few()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("aaaaa", [(0, 5, 1)]),
+        ("ababab", [(0, 6, 2)]),
+        ("aaabbbb", [(0, 3, 1), (3, 4, 1)]),
+        ("xaaaa", [(0, 1, 1), (1, 4, 1)]),
+        ("aabaabaab", [(0, 9, 3)]),
+        ("abc", [(0, 1, 1), (1, 1, 1), (2, 1, 1)]),
+        ("ababcccc", [(0, 4, 2), (4, 4, 1)]),
+    ],
+)
+def test_runs_are_as_long_as_can_be(kinds, expected):
+    assert [(run.start, run.length, run.period) for run in runs(kinds)] == expected
