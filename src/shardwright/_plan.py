@@ -461,6 +461,20 @@ class Plan(BaseModel):
         used = {axis for layout in self.layouts.values() for axis in _axes(layout, "m")}
         return tuple(axis for axis in self.mesh if axis in used)
 
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Of the axes that every layout uses as m, those that split the batch, in mesh order: as long as it divides.
+
+        The others split the tokens of its sequences.
+        """
+        roles = [_axes(layout, "m") for layout in self.layouts.values()]
+        left, found = self.batch, []
+        for axis, ranks in self.mesh.items():
+            if left % ranks == 0 and all(axis in role for role in roles):
+                left //= ranks
+                found.append(axis)
+        return tuple(found)
+
     def check_world_size(self, ranks: int) -> None:
         """Raises InputError unless ``ranks`` processes fill the mesh."""
         if ranks != self.world_size:
