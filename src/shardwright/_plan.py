@@ -239,7 +239,10 @@ class Plan(BaseModel):
     backend: Literal["gloo", "nccl"] = Field(
         default="gloo", description="backend of torch.distributed that the run declares"
     )
-    batch: int = Field(ge=1, description="sequences per micro-batch, over the whole mesh; m axes by which it does not divide split sequences")
+    batch: int = Field(
+        ge=1,
+        description="sequences per micro-batch, over the whole mesh; m axes that do not divide it split sequences",
+    )
     accumulation: int = Field(default=1, ge=1, description="micro-batches per step")
     sequence: int = Field(ge=1, description="tokens per sequence")
     dtype: Literal["float32", "bfloat16", "float64"] = Field(

@@ -122,18 +122,20 @@ def check_heads(qkv: Site, layout: GridLayout, batch: Collection[str], sizes: Ma
     ranks = [sizes[axis] for axis in exchanged]
     if math.prod(ranks) == 1:
         return
-    queries = qkv.linears[0]
+    queries, names = qkv.linears[0], ", ".join(exchanged)
+    by_m = [axis for axis in exchanged if axis in layout.m]
+    ways = [f"a batch that divides by {'×'.join(by_m)} = {math.prod(sizes[axis] for axis in by_m)}"] if by_m else []
+    ways += ["layout.y replicated"] if len(by_m) < len(exchanged) else []
     if queries.groups > 1:
         raise InputError(
-            f"{qkv.name}: found tokens split by ({', '.join(exchanged)}) and queries, keys and values in one linear; "
-            "allowed: layout.y replicated, and a batch that divides by the m axes"
+            f"{qkv.name}: found tokens split by ({names}), and queries, keys and values in one linear; allowed: "
+            f"{' and '.join(ways)}"
         )
     over = math.prod(sizes[axis] for axis in layout.output_feature_axes)
-    parts = (nested_chunk(held_heads(queries, over), ranks, index) for index in range(math.prod(ranks)))
-    if any(start == stop for start, stop in parts):
-        axes = "×".join((*layout.output_feature_axes, *exchanged))
+    held = held_heads(queries, over)
+    if any(start == stop for start, stop in (nested_chunk(held, ranks, i) for i in range(math.prod(ranks)))):
         raise InputError(
-            f"{qkv.name}: heads of {queries.name} is {queries.units}; allowed: at least one for each rank of {axes} = "
-            f"{over * math.prod(ranks)}, since tokens split by ({', '.join(exchanged)}) are exchanged for heads (or "
-            "layout.y replicated, and a batch that divides by the m axes)"
+            f"{qkv.name}: heads of {queries.name} is {queries.units}, which leaves some rank none, since tokens are "
+            f"split by ({names}); allowed: a multiple of {'×'.join((*layout.output_feature_axes, *exchanged))} = "
+            f"{over * math.prod(ranks)}, or {' and '.join(ways)}"
         )
