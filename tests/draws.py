@@ -15,7 +15,7 @@ from shardwright.layout import CHOICES
 from shardwright.linear.product import check_supported
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-FORMS = ("column", "row", "pair", "grid", "any")
+FORMS = ("column", "row", "pair", "grid", "any", "mixed")
 MESHES = ((2, 2, 2), (2, 1, 4), (2, 3, 1), (1, 2, 2), (2, 2, 1), (1, 1, 3), (1, 4, 2))
 """Sizes of data, tensor and depth where a form takes any roles."""
 
@@ -26,7 +26,8 @@ class Draw:
 
     form: a ``column`` or a ``row`` site over ``tensor``; a ``pair``, column then row, the siblings' outputs multiplied
     in between; a ``grid``, n over tensor and k over data; ``any`` roles and words of three axes, told by ``roles``
-    (GridLayout's fields as JSON). tokens, k, n: whole sizes (of a pair: back to k).
+    (GridLayout's fields as JSON); ``mixed``, two such sites in a row, the second told by ``then``, with a conversion on
+    the edge. tokens, k, n: whole sizes (of two sites: back to k).
     frozen: of ``x`` and ``0.w1``, ``1.b0`` (site, weight or bias, sibling). unused: the last sibling's output gets no
     gradient. passes: forwards before the first backward.
     """
@@ -55,12 +56,18 @@ class Draw:
     seed: int
     depth: int = 1
     roles: str = ""
+    then: str = ""
+
+    @property
+    def two(self) -> bool:
+        """Two sites in a row."""
+        return self.form in ("pair", "mixed")
 
     @property
     def axes(self) -> dict[str, int]:
         """The mesh."""
         flat = {"data": self.data, "tensor": self.tensor}
-        return {**flat, "depth": self.depth} if self.form == "any" else flat
+        return {**flat, "depth": self.depth} if self.roles else flat
 
     @property
     def world(self) -> int:
@@ -70,8 +77,9 @@ class Draw:
     def layouts(self) -> tuple[sw.GridLayout, ...]:
         """One for each site."""
         common = {"overlap": self.overlap, "chunks": self.chunks, "reduce_dtype": self.reduce_dtype}
-        if self.form == "any":
-            return (sw.GridLayout(**json.loads(self.roles), save_x=self.save_x, **common),)
+        if self.roles:
+            told = [roles for roles in (self.roles, self.then) if roles]
+            return tuple(sw.GridLayout(**json.loads(roles), save_x=self.save_x, **common) for roles in told)
         column = {"n": ("tensor",), "x": self.x, "save_x": self.save_x}
         if self.form == "grid":
             return (sw.GridLayout(k=("data",), y=self.y, **column, **common),)
@@ -82,7 +90,7 @@ class Draw:
     @property
     def parameters(self) -> list[str]:
         """The names of all weights and biases."""
-        sites = [len(self.n), 1] if self.form == "pair" else [len(self.n)]
+        sites = [len(self.n), 1] if self.two else [len(self.n)]
         kinds = ("w", "b") if self.bias else ("w",)
         return [f"{i}.{kind}{j}" for i, siblings in enumerate(sites) for j in range(siblings) for kind in kinds]
 
@@ -117,17 +125,18 @@ def _any(rng: random.Random) -> Draw:
     form = rng.choice(FORMS)
     tensor = rng.choices((1, 2, 3, 4, 8), (1, 4, 4, 4, 3))[0]
     data = 2 if tensor <= 4 and rng.random() < (0.7 if form == "grid" else 0.3) else 1
-    depth, roles = 1, ""
-    if form == "any":
+    depth, roles, then = 1, "", ""
+    if form in ("any", "mixed"):
         data, tensor, depth = rng.choice(MESHES)
         roles = _roles(rng)
+        then = _roles(rng) if form == "mixed" else ""
 
     def size(split: int) -> int:
         """Half of them divide."""
         return split * rng.randint(1, 4) if rng.random() < 0.5 else rng.randint(1, 21)
 
     siblings = rng.choice((1, 1, 2, 3))
-    n = (size(tensor),) * siblings if form == "pair" else tuple(size(tensor) for _ in range(siblings))
+    n = (size(tensor),) * siblings if form in ("pair", "mixed") else tuple(size(tensor) for _ in range(siblings))
     draw = Draw(
         form=form,
         tensor=tensor,
@@ -145,7 +154,7 @@ def _any(rng: random.Random) -> Draw:
         bias=rng.random() < 0.5,
         transposed=rng.random() < 0.2,
         frozen=(),
-        unused=form != "pair" and siblings > 1 and rng.random() < 0.2,
+        unused=form not in ("pair", "mixed") and siblings > 1 and rng.random() < 0.2,
         recompute=rng.random() < 0.3,
         passes=rng.choice((1, 1, 1, 2)),
         ndim=rng.choice((2, 3)),
@@ -153,6 +162,7 @@ def _any(rng: random.Random) -> Draw:
         seed=rng.randrange(10**6),
         depth=depth,
         roles=roles,
+        then=then,
     )
     if rng.random() < 0.5:
         names = ["x", *draw.parameters]
@@ -185,6 +195,6 @@ def _roles(rng: random.Random) -> str:
 
 def _reaches(draw: Draw) -> bool:
     """Something is trained on the way to every output (for siblings of one site that is one node for all)."""
-    if draw.form == "pair":
+    if draw.two:
         return len(draw.frozen) < 1 + len(draw.parameters)
     return "x" not in draw.frozen or any(f"0.w{i}" not in draw.frozen for i in range(len(draw.n)))

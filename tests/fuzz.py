@@ -25,6 +25,8 @@ import ranks
 import shardwright as sw
 from draws import DTYPES, Draw, make
 from ranks import on_ranks
+from shardwright.edge import conversion, left_by
+from shardwright.linear.conversion import Conversion
 
 TOLERANCES = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 0.02}
 """Of the largest entry of the same result computed with absolute values, which no cancellation makes small (relative
@@ -47,7 +49,7 @@ class _Transposed(torch.nn.Module):
 def _references(draw: Draw) -> list[list[torch.nn.Linear]]:
     """Dense linears in float64, with values that the draw's dtype can hold."""
     widths = [[(draw.k, n) for n in draw.n]]
-    if draw.form == "pair":
+    if draw.two:
         widths.append([(draw.n[0], draw.k)])
     sites, seed = [], 7 * draw.seed
     for i, site in enumerate(widths):
@@ -72,7 +74,7 @@ def _run(draw: Draw, sites: Sequence[Sequence[Callable[..., torch.Tensor]]], x: 
 
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = [linear(x, **first) for linear in sites[0]]
-        if draw.form == "pair":
+        if draw.two:
             hidden = outputs[0]
             for output in outputs[1:]:
                 hidden = hidden * output
@@ -108,7 +110,7 @@ def _dense(draw: Draw, absolute: bool) -> tuple[list, list, list[list[torch.nn.L
 
 
 def _upstream(draw: Draw) -> list[list[torch.Tensor]]:
-    widths = [draw.k] if draw.form == "pair" else draw.n
+    widths = [draw.k] if draw.two else draw.n
     return [
         [_values(draw, draw.tokens, n, seed=draw.seed + 100 + 10 * i + j) for j, n in enumerate(widths)]
         for i in range(draw.passes)
@@ -126,6 +128,8 @@ def compute(draw: Draw) -> list[tuple[str, torch.Tensor | None, Any]]:
         linears = [linear.to(dtype) for linear in references]
         modules = [_Transposed(linear) for linear in linears] if draw.transposed else linears
         sites.append(sw.GridLinear.siblings(modules, layout, mesh))
+    if draw.form == "mixed":
+        _join(draw, sites, mesh)
     into, out = sites[0][0].input_placements, sites[-1][0].output_placements
 
     def local(whole: torch.Tensor, placements: Any) -> torch.Tensor:
@@ -158,6 +162,15 @@ def compute(draw: Draw) -> list[tuple[str, torch.Tensor | None, Any]]:
                     where = parameter.device_mesh, parameter.placements
                     results.append((f"d{i}.{kind}{j}", None if grad is None else grad.to_local(), where))
     return results
+
+
+def _join(draw: Draw, sites: Sequence[Sequence[sw.GridLinear]], mesh: torch.distributed.DeviceMesh) -> None:
+    """Puts the conversion of its edge before the second site, as parallelize does."""
+    runtime, (first, second) = sw.Runtime.of(mesh), draw.layouts
+    taken = second.input_token_axes, second.input_feature_axes
+    site = sites[1][0].site
+    site.before = Conversion(conversion(left_by(first), taken, (), draw.axes), runtime, draw.n[0], "edge")
+    site.tokens, site.sequences = draw.tokens, runtime.group(second.m)
 
 
 def _flat_tokens(value: torch.Tensor) -> torch.Tensor:

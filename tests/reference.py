@@ -82,7 +82,7 @@ def against_hugging_face(path, axes, layout, batch=tiny.BATCH, sequence=tiny.SEQ
     ids = torch.randint(0, vocab, (batch, sequence), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[:, 3:5] = -100
-    data = sw.Runtime.of(mesh).group(plan.data_axes)
+    data = sw.Runtime.of(mesh).group(plan.batch_axes)
     piece = -(-batch // data.size)
     mine = slice(data.index * piece, (data.index + 1) * piece)
     out = model(input_ids=ids[mine], labels=labels[mine])

@@ -301,6 +301,20 @@ def test_a18_linears_built_in_any_order():
             assert torch.equal(gx, rx) and all(torch.equal(gw[name], rw[name]) for name in rw)
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "words"),
+    [
+        ("gpt2", {}, "queries, keys and values in one linear; allowed: a batch that divides by data = 2"),
+        ("starcoder2", {"fallback": True}, "batch: found 3; allowed: a multiple of data = 2"),
+    ],
+)
+def test_a_batch_that_cannot_fall_to_the_sequence_is_refused(family, settings, words):
+    path = path_of(family) if family in FAMILIES else tiny.write_config({"model_type": family, **COMMON})
+    with pytest.raises(sw.InputError, match=words) as caught:
+        rehearse(path, tiny.plan_of({"data": 2, "tensor": 1}, "replicate", path, batch=3, **settings))
+    assert "\n" not in str(caught.value)
+
+
 def fallback_run(axes, steps, recorded, level="replicate"):
     path = tiny.write_config({"model_type": "starcoder2", **COMMON, "sliding_window": None, "use_bias": True})
     plan = tiny.plan_of(axes, "replicate", path, fallback=True, params={"*": level})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 
@@ -12,6 +13,9 @@ from ranks import on_ranks
 from reference import against_hugging_face, assert_same
 from shardwright import models
 from shardwright._rehearse import rehearse
+from shardwright.cost import Move, attention_moves
+from shardwright.mesh import coordinates
+from shardwright.site import exchanged_axes
 
 CUBE = {"i": 2, "j": 2, "l": 2}
 GRIDS = [
@@ -36,15 +40,15 @@ def test_loss_and_every_gradient_equal_the_unmodified_model(axes, layout):
 
 
 @functools.cache
-def single_rank_curve(steps):
-    return on_ranks(1, tiny.train, tiny.plan_of({"data": 1, "tensor": 1}, "replicate"), steps)[0][0]
+def single_rank_curve(steps, **sizes):
+    return on_ranks(1, tiny.train, tiny.plan_of({"data": 1, "tensor": 1}, "replicate", **sizes), steps)[0][0]
 
 
 def check_run(plan, steps, ranks=(0, 5)):
     """Losses as on one rank within 1e-5; the first two steps as rehearsed, on some of the ranks."""
     runs = on_ranks(plan.world_size, tiny.train, plan, steps, 2)
     for losses, _ in runs:
-        curve = zip(losses, single_rank_curve(20), strict=False)
+        curve = zip(losses, single_rank_curve(20, batch=plan.batch, sequence=plan.sequence), strict=False)
         assert max(abs(a - b) / b for a, b in curve) <= 1e-5
     for rank in ranks:
         assert_same(rehearse(tiny.config_path(), plan, rank=rank), runs[rank][1])
@@ -94,36 +98,122 @@ def test_a14_recomputed_blocks(layout):
             assert count(again, "all_reduce") == count(plain, "all_reduce") + linears
 
 
-def test_b8_heads_are_exchanged_for_tokens():
-    """q, k, v and the mixed values: an all-to-all each, forward and backward; bytes by formula."""
+FEW = [  # sequences that do not fill the m axes
+    (CUBE, "grid-scatter", 1, 64, {}),
+    (CUBE, "grid-reduce", 1, 64, {}),
+    (CUBE, "grid-scatter", 3, 15, {"num_key_value_heads": 4}),
+    ({"i": 2, "d": 2, "j": 2}, "grid-25d", 2, 16, {"num_key_value_heads": 2}),  # i splits the batch, d sequences
+    ({"i": 2, "j": 2, "l": 1}, "grid-scatter", 3, 7, {"tie_word_embeddings": True, "attention_bias": True}),
+    ({"data": 4, "tensor": 1}, "replicate", 6, 5, {}),
+]
+
+
+@pytest.mark.parametrize(("axes", "layout", "batch", "sequence", "changes"), FEW)
+def test_a21_a_batch_that_does_not_divide_falls_to_the_sequence(axes, layout, batch, sequence, changes):
+    world = functools.reduce(lambda a, b: a * b, axes.values())
+    path = tiny.config_path(**changes)
+    for errors in on_ranks(world, against_hugging_face, path, axes, layout, batch, sequence):
+        assert max(errors.values()) <= 1e-12, errors
+
+
+@pytest.mark.parametrize("layout", ["grid-scatter", "grid-reduce"])
+def test_a21_one_sequence_trains_as_on_one_rank(layout):
+    check_run(tiny.plan_of(CUBE, layout, batch=1, sequence=64), 20)
+
+
+def test_a21_under_recomputation():
+    plan = tiny.plan_of(CUBE, "grid-scatter", batch=1, sequence=32, recompute={"*": "block"})
+    check_run(plan, 2, (3,))
+
+
+HEADS = [
+    ("grid-scatter", tiny.BATCH, 12),  # heads divide
+    ("grid-scatter", tiny.BATCH, 2),  # keys and values do not: they are gathered
+    ("grid-scatter", 1, 12),  # uneven: 6 over (2, 2)
+    ("grid-scatter", 1, 4),
+    ("grid-reduce", 1, 12),
+]
+
+
+@pytest.mark.parametrize(("layout", "batch", "kv_heads"), HEADS)
+def test_b8_whole_sequences_by_formula(layout, batch, kv_heads):
+    """Heads exchanged for tokens, or K and V gathered: an operation each of q, k, v and o, forward and backward."""
+    path = tiny.config_path(num_key_value_heads=kv_heads)
+    plan = tiny.plan_of(CUBE, layout, path, batch=batch)
+    qkv, out = (site for site in sites_of(plan) if site.name.startswith("model.layers.0.self_attn"))
+    exchanged = exchanged_axes(plan.layout_for(qkv), plan.batch_axes)
+    rows = batch // 2 * tiny.SEQUENCE if "i" in plan.batch_axes else batch * tiny.SEQUENCE
+    for rank in (0, 5):
+        told = attention_moves(qkv, out, plan.layout_for(qkv), plan.batch_axes, rows, CUBE, coordinates(rank, CUBE), 4)
+        trace = rehearse(path, plan, rank=rank)
+        for phase, gather, moves in zip(("forward", "backward"), ("all_gather", "reduce_scatter"), told, strict=True):
+            kinds = {qkv.name: ("all_to_all", gather), out.name: ("all_to_all",)}
+            if layout == "grid-reduce":  # W travels over the same axes
+                kinds[qkv.name] = ("all_to_all",)
+            counted = [
+                Move(c.kind, c.axes, c.size, c.sent)
+                for c in trace.collectives
+                if c.step == 1
+                and c.phase == phase
+                and c.kind in kinds.get(c.module, ())
+                and set(c.axes) == {*exchanged}
+            ]
+            assert counted == list(moves)
+            assert len(moves) == 4
+
+
+def test_b8_an_exchange_sends_a_half_of_a_half():
     plan = tiny.plan_of(CUBE, "grid-scatter")
-    trace = rehearse(tiny.config_path(), plan)
-    tokens = tiny.BATCH // 2 * tiny.SEQUENCE
-    width = tiny.FIELDS["hidden_size"] // 2  # of one of q, k, v, o: heads over j
-    found = [c for c in trace.collectives if c.kind == "all_to_all" and c.step == 1]
-    assert len(found) == 8 * tiny.FIELDS["num_hidden_layers"]
-    for move in found:
-        assert move.axes == ("l",)
-        assert move.size == tokens * width * 4
-        assert move.sent == move.size // 4  # a half of what a rank holds, which is a half
+    qkv, out = (site for site in sites_of(plan) if site.name.startswith("model.layers.0.self_attn"))
+    rows, width = tiny.BATCH // 2 * tiny.SEQUENCE, tiny.FIELDS["hidden_size"] // 2  # heads over j
+    for moves in attention_moves(qkv, out, plan.layout_for(qkv), ("i",), rows, CUBE, coordinates(0, CUBE), 4):
+        assert moves == (Move("all_to_all", ("l",), rows * width * 4, rows * width),) * 4
 
 
-def test_b8_heads_that_do_not_divide_are_refused_when_planning():
-    path = tiny.config_path(num_key_value_heads=2)
-    with pytest.raises(
-        sw.InputError, match=r"heads of model.layers.0.self_attn.k_proj is 2; allowed: .*j×l = 4"
-    ) as caught:
-        rehearse(path, tiny.plan_of(CUBE, "grid-scatter", path))
+def refused(path, plan):
+    with pytest.raises(sw.InputError) as caught:
+        rehearse(path, plan)
     assert "\n" not in str(caught.value)
-    for errors in on_ranks(8, against_hugging_face, path, CUBE, "grid-reduce"):
+    return str(caught.value)
+
+
+def test_b8_fewer_heads_than_ranks_are_refused_when_planning():
+    path = tiny.config_path(num_attention_heads=4, num_key_value_heads=4)
+    said = refused(path, tiny.plan_of(CUBE, "grid-scatter", path, batch=1))
+    assert "heads of model.layers.0.self_attn.q_proj is 4, which leaves some rank none" in said
+    assert "allowed: a multiple of j×i×l = 8, or a batch that divides by i = 2 and layout.y replicated" in said
+
+
+@pytest.mark.parametrize("kv_heads", [2, 6])
+def test_b8_keys_and_values_are_gathered_where_their_heads_cannot_be_exchanged(kv_heads):
+    path = tiny.config_path(num_key_value_heads=kv_heads)
+    plan = tiny.plan_of({"i": 1, "j": 2, "l": 2}, "grid-scatter", path)
+    for errors in on_ranks(4, against_hugging_face, path, plan.mesh, "grid-scatter"):
         assert max(errors.values()) <= 1e-12
+    if kv_heads == 2:
+        for rank, (_, real) in itertools.islice(enumerate(on_ranks(4, tiny.train, plan, 2, 2, path)), 3):
+            assert_same(rehearse(path, plan, rank=rank), real)
 
 
+ONE_D = {
+    "model.layers.0.self_attn.qkv": sw.GridLayout(m="i", n=("j", "l")),
+    "model.layers.0.self_attn.o": sw.GridLayout(m="i", k=("j", "l")),
+}
 MIXED = [
     ({"*.mlp.*": "grid-reduce", "*": "grid-scatter"}, ["all_gather"]),
     ({"*.mlp.*": "grid-scatter", "*": "grid-reduce"}, ["all_gather"]),
     ({"*.self_attn.o": "grid-reduce", "*": "grid-scatter"}, ["all_gather"]),
     ({"*.mlp.gate_up": sw.GridLayout(m="i", n=("j", "l")), "*": "grid-scatter"}, ["all_to_all"]),
+    ({**ONE_D, "model.layers.0.mlp.*": "grid-scatter", "*": "grid-reduce"}, ["all_to_all"]),
+    ({"*.self_attn.o": sw.GridLayout(m="i", n="l"), "*": "grid-scatter"}, ["all_gather"]),  # X of whole features
+    ({"*.mlp.*": sw.GridLayout(m=("i", "j", "l"), w="sharded"), "*": "grid-scatter"}, ["all_to_all"]),  # more m axes
+    (
+        {
+            "*.layers.0.mlp.*": sw.GridLayout(m="i"),
+            "*": sw.GridLayout(m="i", n=("j", "l"), x="sharded-features", w="sharded"),
+        },
+        ["all_gather"],
+    ),
 ]
 
 
@@ -136,11 +226,10 @@ def test_mixed_designs_along_a_chain(layouts, kinds):
     assert set(kinds) <= {c.kind for c in real.collectives}
 
 
-def test_layouts_without_a_conversion_are_refused():
-    layouts = {"*.self_attn.o": sw.GridLayout(m="i", n="l"), "*": "grid-scatter"}
-    with pytest.raises(sw.InputError, match="leaves tokens split by") as caught:
-        rehearse(tiny.config_path(), tiny.plan_of(CUBE, layouts))
-    assert "\n" not in str(caught.value)
+def test_axes_out_of_order_are_refused_when_planning():
+    layout = sw.GridLayout(m="j", n="i")
+    said = refused(tiny.config_path(), tiny.plan_of(CUBE, {"*.mlp.gate_up": layout, "*": "grid-scatter"}))
+    assert "layout.m: found ['j']; allowed: axes that come before i in the mesh (i, j, l)" in said
 
 
 @pytest.mark.parametrize(

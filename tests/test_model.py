@@ -239,7 +239,7 @@ def test_what_would_be_silently_wrong_is_refused():
     [
         ({"data": 1, "tensor": 5}, {}, {}, "heads of model.layers.0.self_attn.q_proj is 12"),
         ({"data": 1, "tensor": 4}, {"num_key_value_heads": 6}, {}, "heads of model.layers.0.self_attn.k_proj is 6"),
-        ({"data": 5, "tensor": 1}, {}, {"batch": 11}, "batch: found 11"),
+        ({"data": 5, "tensor": 1}, {}, {"batch": 11}, "a batch that divides by data = 5"),
         ({"data": 1, "tensor": 2}, {"model_type": "bloom"}, {}, "model_type"),
     ],
 )
@@ -250,12 +250,11 @@ def test_sizes_that_do_not_divide_are_refused_in_one_line(axes, changes, setting
     assert "\n" not in str(caught.value) and "allowed:" in str(caught.value)
 
 
-def test_layouts_that_do_not_join_are_converted_or_refused():
+def test_layouts_that_do_not_join_are_converted():
     axes = {"data": 2, "tensor": 2}
     mixed = {"*.mlp.*": "tensor-all-reduce", "*": "sequence-parallel"}
     for errors in on_ranks(4, against_hugging_face, tiny.config_path(), axes, mixed):
         assert max(errors.values()) <= 1e-12, errors
-    cut = {"*.self_attn.o": "replicate", "*": "sequence-parallel"}
-    with pytest.raises(sw.InputError, match="leaves tokens split by") as caught:
-        rehearse(tiny.config_path(), tiny.plan_of(axes, cut))
-    assert "\n" not in str(caught.value)
+    whole = {"*.self_attn.o": "replicate", "*": "sequence-parallel"}  # features are gathered on its edge
+    for errors in on_ranks(4, against_hugging_face, tiny.config_path(), axes, whole):
+        assert max(errors.values()) <= 1e-12, errors

@@ -101,7 +101,7 @@ def test_the_arena_that_a_rehearsal_states_is_enough_and_one_slot_less_is_not():
 def clipped(plan):
     model, mesh = tiny.build(plan)
     step = sw.TrainStep(model, mesh, plan, learning_rate=3e-3, max_grad_norm=0.05)
-    data = tiny.batches(plan, 4, sw.Runtime.of(mesh).group(plan.data_axes).index)
+    data = tiny.batches(plan, 4, sw.Runtime.of(mesh).group(plan.batch_axes).index)
     losses, trace = record_steps(step, data[:2])
     return [loss.item() for loss in [*losses, *(step(micro) for micro in data[2:])]], trace
 

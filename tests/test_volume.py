@@ -181,7 +181,7 @@ def from_draw(draw: draws.Draw) -> Case:
 
 def test_random_draws():
     made = (draws.make(2, number) for number in range(250))
-    check([from_draw(draw) for draw in made if draw.form != "pair"])
+    check([from_draw(draw) for draw in made if not draw.two])
 
 
 GRIDS = [

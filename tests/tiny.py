@@ -63,7 +63,7 @@ def plan_of(axes: dict[str, int], layout: str | dict, path: Path | None = None, 
 def batches(plan: Plan, steps: int, place: int = 0) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """The same global batches for every layout; the rows of the data rank at ``place``."""
     generator = torch.Generator().manual_seed(7)
-    rows = -(-plan.batch // math.prod(plan.mesh[axis] for axis in plan.data_axes))
+    rows = -(-plan.batch // math.prod(plan.mesh[axis] for axis in plan.batch_axes))
     found = []
     for _ in range(steps):
         step = []
@@ -88,7 +88,7 @@ def train(plan: Plan, steps: int, record: int = 0, path: Path | None = None, lea
     """Losses of ``steps`` steps, and the trace of the first ``record``."""
     model, mesh = build(plan, path)
     step = sw.TrainStep(model, mesh, plan, learning_rate=learning_rate)
-    data = batches(plan, steps, sw.Runtime.of(mesh).group(plan.data_axes).index)
+    data = batches(plan, steps, sw.Runtime.of(mesh).group(plan.batch_axes).index)
     losses, trace = [], None
     if record:
         losses, trace = record_steps(step, data[:record])

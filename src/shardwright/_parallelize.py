@@ -7,7 +7,6 @@ The residual stream between sites is [1, T_local, h]. Model code that reads the 
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +21,7 @@ from shardwright import trace
 from shardwright._errors import InputError
 from shardwright._plan import Plan
 from shardwright.comm import AxisGroup, Runtime
+from shardwright.edge import edges
 from shardwright.layers import (
     GridDropout,
     GridLayerNorm,
@@ -37,7 +37,7 @@ from shardwright.linear import GridLinear, SiteProduct
 from shardwright.linear.carrier import Carrier, TokenShape, tokens_of
 from shardwright.linear.conversion import Conversion
 from shardwright.linear.grid_linear import sharding_of
-from shardwright.linear.heads import HeadExchange
+from shardwright.linear.heads import HeadExchange, HeadGather
 from shardwright.linear.product import Product, names, weight_placements
 from shardwright.mesh import chunk
 from shardwright.models import Family, family_of, has_rule
@@ -46,7 +46,7 @@ from shardwright.params.initial import Source, from_seed, from_values
 from shardwright.params.lending import lend
 from shardwright.params.random import key_of
 from shardwright.sharding import Sharding
-from shardwright.site import Site, check_divides, check_heads, edges, exchanged_axes
+from shardwright.site import Linear, Site, check_divides, check_heads, exchanged_axes, gathers_heads, held_heads
 
 TOKENS = "shardwright_tokens"
 """The keyword by which a forward pass tells its blocks [batch, sequence], also when a block is replayed."""
@@ -76,30 +76,31 @@ def parallelize(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None 
 
 
 def resolve(family: Family, config: Any, plan: Plan) -> dict[Site, GridLayout]:
-    """Site → layout for the whole model, checked: sizes divide, and edges join."""
+    """Site → layout for the whole model, checked: sizes divide, and attention has whole sequences."""
     sites = family.sites(config, plan.batch * plan.sequence)
     layouts = {site.name: plan.layout_for(site) for site in sites}
     for site in sites:
-        layout = layouts[site.name]
-        check_divides(site, layout, plan.mesh)
-        _check_batch(plan, layout.m)
+        check_divides(site, layouts[site.name], plan.mesh)
         if site.name.endswith(f"{family.attention}.qkv"):
-            check_heads(site, layout, plan.mesh)
-    edges(sites, layouts, tuple(plan.mesh))
+            check_heads(site, layouts[site.name], plan.batch_axes, plan.mesh)
     return {site: layouts[site.name] for site in sites}
 
 
 def _unsplit(model: Any, mesh: DeviceMesh, runtime: Runtime, plan: Plan, source: Source) -> Any:
     """A model without a rule table: data parallel over the plan's data axes, its modules as they are."""
-    group = runtime.group(plan.data_axes)
-    _check_batch(plan, plan.data_axes)
+    ranks = runtime.group(plan.data_axes).size
+    if plan.batch % ranks:
+        raise InputError(
+            f"batch: found {plan.batch}; allowed: a multiple of {'×'.join(plan.data_axes)} = {ranks}, since a model "
+            "without a rule table does not split sequences"
+        )
     runtime.arena.slots = plan.arena
     lend(model, mesh, plan.data_axes, plan.sharding_for, plan.in_flight, source=source)
     _fill_buffers(model, torch.device(mesh.device_type))
     model.config.use_cache = False
     if getattr(model, "_supports_attention_backend", False):
         model.config._attn_implementation = attention.register()
-    model.loss_function = CausalLoss(VocabParallelLoss(mesh, (), group.axes))
+    model.loss_function = CausalLoss(VocabParallelLoss(mesh, (), plan.data_axes))
     model.register_forward_pre_hook(_BeginForward(TokenShape(), None), with_kwargs=True)
     return model
 
@@ -113,15 +114,6 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
             trace.note(module._buffers[name], "buffer")
         if meta:
             model._init_weights(module)
-
-
-def _check_batch(plan: Plan, axes: tuple[str, ...]) -> None:
-    ranks = math.prod(plan.mesh[axis] for axis in axes)
-    if chunk(plan.batch, ranks, ranks - 1)[0] == plan.batch:
-        raise InputError(
-            f"batch: found {plan.batch}; allowed: enough sequences for every rank of {'×'.join(axes)} = {ranks}, "
-            f"cut into pieces of {-(-plan.batch // ranks)}"
-        )
 
 
 def _default_source(model: Any, mesh: DeviceMesh, plan: Plan) -> Source:
@@ -153,8 +145,8 @@ class _Conversion:
         stream = next(iter(layouts.values()))
         self.stream = stream.output_token_axes
         self.stream_features = runtime.group(stream.output_feature_axes)
-        self.split = runtime.group(tuple(axis for axis in self.stream if axis not in stream.m))
-        data = runtime.group(stream.m)
+        self.split = self._within_batch(self.stream)
+        data = runtime.group(plan.batch_axes)
         self.first_sequence, _ = chunk(plan.batch, data.size, data.index)
 
     def run(self) -> Any:
@@ -207,6 +199,10 @@ class _Conversion:
         parent, _, child = name.rpartition(".")
         setattr(self.model.get_submodule(parent), child, module)
 
+    def _within_batch(self, axes: tuple[str, ...]) -> AxisGroup:
+        """Those of ``axes`` that do not split the batch: over them, B·S tokens are split."""
+        return self.runtime.group(tuple(axis for axis in axes if axis not in self.plan.batch_axes))
+
     def _stored(self, module: nn.Module, name: str, placements: Any, partial: tuple[str, ...], owner: str) -> Any:
         """(the stored parameter, what this rank uses of it) of ``module.name``; (None, None) where there is none."""
         if getattr(module, name) is None:
@@ -223,14 +219,16 @@ class _Conversion:
         for linear, grid in zip(site.linears, grids, strict=True):
             self._put(linear.name, grid)
         self.sites[site.name] = grids[0].site
+        grids[0].site.sequences = self._within_batch(layout.m)
 
     def _convert(self) -> None:
         """Puts conversions onto the edges where layouts differ."""
-        inputs, outputs = edges(list(self.layouts), self.layout_of, tuple(self.plan.mesh))
-        for name, steps in inputs.items():
-            self.sites[name].before = Conversion(steps, self.runtime, name)
-        for name, steps in outputs.items():
-            self.sites[name].after = Conversion(steps, self.runtime, name)
+        inputs, outputs = edges(list(self.layouts), self.layout_of, self.plan.batch_axes, self.plan.mesh)
+        for site in self.layouts:
+            if site.name in inputs:
+                self.sites[site.name].before = Conversion(inputs[site.name], self.runtime, site.k, site.name)
+            if site.name in outputs:
+                self.sites[site.name].after = Conversion(outputs[site.name], self.runtime, site.n, site.name)
 
     def _embedding(self, site: Site, layout: GridLayout) -> None:
         dense = self.model.get_submodule(site.name)
@@ -240,8 +238,11 @@ class _Conversion:
         scale = getattr(dense, "scalar_embed_scale", None)
         if scale is not None:  # rounded as Hugging Face rounds it
             scale = torch.tensor(scale, dtype=dense.embed_scale.dtype, device="cpu").to(dense.weight.dtype).item()
-        product = Product.of(site.name, layout, self.mesh)
-        self._put(site.name, VocabParallelEmbedding(stored, product, cut.ranges[0][0][0], dense.padding_idx, scale))
+        product, first = Product.of(site.name, layout, self.mesh), cut.ranges[0][0][0]
+        sequences = self._within_batch(layout.m)
+        self._put(
+            site.name, VocabParallelEmbedding(stored, product, first, dense.padding_idx, scale, sequences=sequences)
+        )
 
     def _tie(self) -> None:
         embedding = self.model.get_submodule(self.family.embedding)
@@ -290,18 +291,21 @@ class _Conversion:
         sites = [site for key, site in self.sites.items() if key.startswith(f"{name}.")]
         heads = self.layout_of[f"{name}.{family.attention}.qkv"]
         for norm in family.head_norms:
-            self._norm(f"{name}.{norm}", heads.m + heads.n + exchanged_axes(heads))
+            self._norm(f"{name}.{norm}", heads.output_token_axes + heads.n)
         for dropout in family.block_dropouts:
             self._dropout(f"{name}.{dropout}")
         module: Any = block.get_submodule(family.attention)
-        ranks = self.runtime.group(heads.n + exchanged_axes(heads))
-        self._exchange_heads(f"{name}.{family.attention}", exchanged_axes(heads))
+        split = self.runtime.group(heads.output_feature_axes)
+        exchanged = self.runtime.group(exchanged_axes(heads, self.plan.batch_axes))
+        self._exchange_heads(f"{name}.{family.attention}", exchanged, split.size)
         for count in family.head_counts:
-            setattr(module, count, getattr(module, count) // ranks.size)
+            setattr(module, count, getattr(module, count) // split.size)
         probability = getattr(self.model.config, family.attention_dropout, 0.0)
         if probability:
-            share = (self.first_sequence, ranks.index, ranks.size)
-            module.score_dropout = _ScoreDropout(probability, key_of(self.seed, f"{name}.{family.attention}"), share)
+            total = self.model.config.num_attention_heads
+            held = total // split.size
+            place = (self.first_sequence, split.index * held + exchanged.bounds(held)[0], total)
+            module.score_dropout = _ScoreDropout(probability, key_of(self.seed, f"{name}.{family.attention}"), place)
         if first:
             block.register_forward_pre_hook(_take_tokens)
         if self.plan.recompute_for(name) == "block":
@@ -313,21 +317,32 @@ class _Conversion:
             inside = [site for key, site in self.sites.items() if key.startswith(f"{name}.{parent}.")]
             block.get_submodule(parent).register_forward_hook(_Clear(inside), always_call=True)
 
-    def _exchange_heads(self, attention_name: str, axes: tuple[str, ...]) -> None:
-        """Where tokens are split as they leave q, k, v: whole sequences of fewer heads in between."""
-        group = self.runtime.group(axes)
+    def _exchange_heads(self, attention: str, group: AxisGroup, over: int) -> None:
+        """Where tokens are split as they leave q, k, v: whole sequences of fewer heads in between.
+
+        group: the ranks that split tokens. over: how many split heads for good.
+        """
         if group.size == 1:
             return
-        for site in self.layouts:
-            if site.name in (f"{attention_name}.qkv", f"{attention_name}.o"):
-                for linear in site.linears:
-                    unit = linear.unit if site.kind == "column" else site.k_unit
-                    self.model.get_submodule(linear.name).exchange = HeadExchange(group, unit, site.name)
+
+        qkv, out = (next(s for s in self.layouts if s.name == f"{attention}.{name}") for name in ("qkv", "o"))
+        queries = held_heads(qkv.linears[0], over)
+
+        def exchange(linear: Linear) -> HeadExchange | HeadGather:
+            held = held_heads(linear, over)
+            if gathers_heads(linear, queries, over, group.size):
+                return HeadGather(group, linear.unit, held, queries, qkv.name)
+            return HeadExchange(group, linear.unit, held, qkv.name)
+
+        for linear in qkv.linears:
+            self.model.get_submodule(linear.name).exchange = exchange(linear)
+        for linear in out.linears:
+            self.model.get_submodule(linear.name).exchange = HeadExchange(group, out.k_unit, queries, out.name)
 
     def _loss(self) -> None:
         layout = self.layout_of[self.family.head]
-        split = layout.axes_where("y", "sharded")
-        loss = VocabParallelLoss(self.mesh, layout.output_feature_axes, layout.m, split)
+        batch, split = self.plan.batch_axes, self._within_batch(layout.output_token_axes)
+        loss = VocabParallelLoss(self.mesh, layout.output_feature_axes, batch, split.axes)
         self.model.loss_function = CausalLoss(loss)
 
 
@@ -393,7 +408,7 @@ class _EndForward:
 
 
 class _CarryIn:
-    """Before attention: the tokens [1,T_local,h] go in as a carrier [B,S,h], and the block's sites learn T = B·S."""
+    """Before attention: the tokens [1,T_local,h] go in as a carrier [B,S,h], and the block's sites learn B·S."""
 
     def __init__(self, shape: TokenShape, sites: list[SiteProduct]):
         self.shape, self.sites = shape, sites
@@ -440,17 +455,19 @@ class _HiddenDropout(GridDropout):
 
 
 class _ScoreDropout(GridDropout):
-    """Dropout of attention weights: rows are sequences, columns (head, query, key)."""
+    """Dropout of attention weights: rows are sequences, columns (head, query, key).
 
-    def __init__(self, p: float, key: int, share: tuple[int, int, int]):
-        self.first_sequence, self.index, self.ranks = share
-        super().__init__(p, key, self._place_of)
+    place: (first sequence of this rank, its first head, heads of all ranks).
+    """
 
-    def _place_of(self, x: torch.Tensor) -> tuple[int, int, int]:
-        return self.first_sequence, self.index * x.shape[1], self.ranks * x.shape[1]
+    def __init__(self, p: float, key: int, place: tuple[int, int, int]):
+        self.first_sequence, self.first_head, self.heads = place
+        self.size = 0
+        super().__init__(p, key, lambda _: (self.first_sequence, self.first_head * self.size, self.heads * self.size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B,H_local,S,S], of heads that divide by the ranks."""
+        """x [B,H_local,S,S]."""
+        self.size = x.shape[2] * x.shape[3]  # of one head
         return super().forward(x.reshape(x.shape[0], -1)).view(x.shape)
 
 

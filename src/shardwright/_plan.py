@@ -239,7 +239,10 @@ class Plan(BaseModel):
     backend: Literal["gloo", "nccl"] = Field(
         default="gloo", description="backend of torch.distributed that the run declares"
     )
-    batch: int = Field(ge=1, description="sequences per micro-batch, over the whole mesh")
+    batch: int = Field(
+        ge=1,
+        description="sequences per micro-batch, over the whole mesh; m axes that do not divide it split sequences",
+    )
     accumulation: int = Field(default=1, ge=1, description="micro-batches per step")
     sequence: int = Field(ge=1, description="tokens per sequence")
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
@@ -464,6 +467,20 @@ class Plan(BaseModel):
         """Mesh axes that some layout uses as m (they split tokens for good), in mesh order."""
         used = {axis for layout in self.layouts.values() for axis in _axes(layout, "m")}
         return tuple(axis for axis in self.mesh if axis in used)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Of the axes that every layout uses as m, those that split the batch, in mesh order: as long as it divides.
+
+        The others split the tokens of its sequences.
+        """
+        roles = [_axes(layout, "m") for layout in self.layouts.values()]
+        left, found = self.batch, []
+        for axis, ranks in self.mesh.items():
+            if left % ranks == 0 and all(axis in role for role in roles):
+                left //= ranks
+                found.append(axis)
+        return tuple(found)
 
     def check_world_size(self, ranks: int) -> None:
         """Raises InputError unless ``ranks`` processes fill the mesh."""

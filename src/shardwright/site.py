@@ -1,13 +1,14 @@
-"""Site: one place in a model where one tensor meets one or more linears, and the edges that join sites."""
+"""Site: one place in a model where one tensor meets one or more linears, and what must stay whole there."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright._errors import InputError
 from shardwright.layout import GridLayout
+from shardwright.mesh import nested_chunk
 
 
 @dataclass(frozen=True)
@@ -89,128 +90,52 @@ def check_divides(site: Site, layout: GridLayout, sizes: Mapping[str, int]) -> N
         )
 
 
-Split = tuple[tuple[str, ...], tuple[str, ...]]
-"""(axes that split tokens, axes that split features) of an activation."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a conversion (linear/conversion.py tells what each moves).
-
-    kind: ``gather``, ``slice``, ``to-features`` or ``to-tokens``, over ``axes``. within: the axes beside m that split
-    tokens before and after.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    within: tuple[str, ...] = ()
-
-
-def conversion(left: Split, taken: Split, m: Sequence[str], order: Sequence[str]) -> tuple[Step, ...] | None:
-    """The steps from what one site leaves to what the next takes; None where there are no such steps.
-
-    Axes that split tokens on one side may split nothing, or features, on the other. m must split tokens on both, and
-    axes that change must be cut after those that stay. order: the mesh's axes.
-    """
-    tokens, features = (set(axes) for axes in left)
-    tokens_then, features_then = (set(axes) for axes in taken)
-    if (
-        not set(m) <= tokens & tokens_then
-        or features - features_then - tokens_then
-        or features_then - features - tokens
-    ):
-        return None
-
-    def sort(axes: Iterable[str]) -> tuple[str, ...]:
-        return tuple(axis for axis in order if axis in axes)
-
-    stay, kept = sort((tokens & tokens_then) - set(m)), features & features_then
-    changes = [
-        ("to-features", sort(tokens & features_then)),
-        ("gather", sort(tokens - tokens_then - features_then)),
-        ("to-tokens", sort(features & tokens_then)),
-        ("slice", sort(tokens_then - tokens - features)),
-    ]
-    steps = tuple(Step(kind, axes, stay) for kind, axes in changes if axes)
-    if len(steps) > 1 and (steps[0].kind, steps[1].kind) in (("to-features", "gather"), ("to-tokens", "slice")):
-        return None
-    for step in steps:
-        before = [*m, *stay, *(kept if step.kind.startswith("to-") else ())]
-        places = [order.index(axis) for axis in before]
-        if places and max(places) > min(order.index(axis) for axis in step.axes):
-            return None
-    return steps
-
-
-Edges = tuple[dict[str, tuple[Step, ...]], dict[str, tuple[Step, ...]]]
-
-
-def edges(sites: Sequence[Site], layouts: Mapping[str, GridLayout], order: Sequence[str]) -> Edges:
-    """(site → conversion of its input, site → conversion of its output), those that are needed.
-
-    What sites leave to the residual stream is split as the first one leaves it, since it is added up: others convert
-    to that. Every other conversion is made by the site that takes. Raises InputError where there is none.
-    """
-    stream = next((site for site in sites if site.hidden), None)
-    inputs, outputs = dict[str, tuple[Step, ...]](), dict[str, tuple[Step, ...]]()
-    for site in sites:
-        left = left_by(layouts[site.name])
-        if site.hidden and stream is not None:
-            other = left_by(layouts[stream.name])
-            outputs[site.name] = _between(site.name, left, "the residual stream is", other, layouts[site.name].m, order)
-            left = other
-        for name in site.after:
-            into = layouts[name]
-            taken = into.input_token_axes, into.input_feature_axes
-            inputs[name] = _between(site.name, left, f"{name} takes it", taken, into.m, order)
-    return {name: steps for name, steps in inputs.items() if steps}, {
-        name: steps for name, steps in outputs.items() if steps
-    }
-
-
-def left_by(layout: GridLayout) -> Split:
-    """How Y is split as it is returned."""
-    return layout.output_token_axes, layout.output_feature_axes
-
-
-def _between(
-    name: str, left: Split, other: str, taken: Split, m: Sequence[str], order: Sequence[str]
-) -> tuple[Step, ...]:
-    if all(set(a) == set(b) for a, b in zip(left, taken, strict=True)):
-        return ()
-    steps = conversion(left, taken, m, order)
-    if steps is None:
-        found, wanted = (f"tokens split by ({', '.join(a)}) and features by ({', '.join(b)})" for a, b in (left, taken))
-        raise InputError(
-            f"layouts: {name} leaves {found}, {other} {wanted}; allowed: the same on both ends, or axes beside m that "
-            "split tokens on one and nothing or features on the other"
-        )
-    return steps
-
-
-def exchanged_axes(qkv: GridLayout) -> tuple[str, ...]:
+def exchanged_axes(qkv: GridLayout, batch: Collection[str]) -> tuple[str, ...]:
     """The axes that split tokens where q, k, v leave their site, and heads while attention is at work.
 
-    Attention needs whole sequences, of which the m axes hold as many each.
+    Attention needs whole sequences. batch: the axes that split the batch, which never cut one.
     """
-    return qkv.axes_where("y", "sharded")
+    return tuple(axis for axis in qkv.output_token_axes if axis not in batch)
 
 
-def check_heads(qkv: Site, layout: GridLayout, sizes: Mapping[str, int]) -> None:
-    """Raises InputError where heads cannot be exchanged for tokens: they must divide by all axes that split them."""
-    exchanged = exchanged_axes(layout)
-    if math.prod(sizes[axis] for axis in exchanged) == 1:
+def gathers_heads(linear: Linear, queries: int, over: int, exchanged: int) -> bool:
+    """Tokens are gathered, since heads of ``linear`` cannot be exchanged for them along with those of the queries.
+
+    queries: heads of a rank before the exchange. over: ranks that split heads for good. exchanged: those that split the
+    tokens.
+    """
+    held = held_heads(linear, over)
+    return held != queries and held % exchanged != 0
+
+
+def held_heads(linear: Linear, over: int) -> int:
+    """Heads of ``linear`` that a rank reads where ``over`` ranks split them: one, where they are fewer than those."""
+    return linear.units // over if linear.units % over == 0 else 1
+
+
+def check_heads(qkv: Site, layout: GridLayout, batch: Collection[str], sizes: Mapping[str, int]) -> None:
+    """Raises InputError where attention cannot have whole sequences: every rank that then splits heads needs one.
+
+    batch: the axes that split the batch. sizes: mesh axis → number of ranks along it.
+    """
+    exchanged = [axis for axis in sizes if axis in exchanged_axes(layout, batch)]
+    ranks = [sizes[axis] for axis in exchanged]
+    if math.prod(ranks) == 1:
         return
-    axes = layout.output_feature_axes + exchanged
-    over = math.prod(sizes[axis] for axis in axes)
-    for linear in qkv.linears:
-        if linear.groups > 1:
-            raise InputError(
-                f"{qkv.name}: layout.y: found 'sharded' over ({', '.join(exchanged)}) with queries, keys and values in "
-                "one linear; allowed: replicated"
-            )
-        if linear.units % over:
-            raise InputError(
-                f"{qkv.name}: heads of {linear.name} is {linear.units}; allowed: a multiple of {'×'.join(axes)} = "
-                f"{over}, since tokens split by ({', '.join(exchanged)}) are exchanged for heads"
-            )
+    queries, names = qkv.linears[0], ", ".join(exchanged)
+    by_m = [axis for axis in exchanged if axis in layout.m]
+    ways = [f"a batch that divides by {'×'.join(by_m)} = {math.prod(sizes[axis] for axis in by_m)}"] if by_m else []
+    ways += ["layout.y replicated"] if len(by_m) < len(exchanged) else []
+    if queries.groups > 1:
+        raise InputError(
+            f"{qkv.name}: found tokens split by ({names}), and queries, keys and values in one linear; allowed: "
+            f"{' and '.join(ways)}"
+        )
+    over = math.prod(sizes[axis] for axis in layout.output_feature_axes)
+    held = held_heads(queries, over)
+    if any(start == stop for start, stop in (nested_chunk(held, ranks, i) for i in range(math.prod(ranks)))):
+        raise InputError(
+            f"{qkv.name}: heads of {queries.name} is {queries.units}, which leaves some rank none, since tokens are "
+            f"split by ({names}); allowed: a multiple of {'×'.join((*layout.output_feature_axes, *exchanged))} = "
+            f"{over * math.prod(ranks)}, or {' and '.join(ways)}"
+        )

@@ -1,11 +1,16 @@
-"""What a conversion on an edge moves, as formulas (linear/conversion.py tells the steps)."""
+"""What a conversion on an edge moves, and what gives attention its whole sequences, as formulas.
+
+linear/conversion.py and linear/heads.py tell the steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardwright.cost.place import Here, Move, Moves
-from shardwright.site import Step
+from shardwright.edge import Step
+from shardwright.layout import GridLayout
+from shardwright.site import Site, exchanged_axes, gathers_heads, held_heads
 
 
 def conversion_moves(
@@ -15,29 +20,67 @@ def conversion_moves(
     sizes: Mapping[str, int],
     place: Mapping[str, int],
     element: int,
+    unit: int = 1,
 ) -> tuple[Moves, Moves]:
     """(forward, backward): the collectives of one tensor, in issue order, as the rank at ``place`` sends them.
 
-    rows: T, the tokens of one place on the m axes. width: the features that come in here. element: bytes.
+    rows, width: tokens of one place on the batch axes, and features, of the whole tensor. element: bytes. unit:
+    features that stay together.
     """
     here, forward, backward = Here(sizes, place), Moves(), Moves()
     for step in steps:
-        group, within = here.group(step.axes), here.group(step.within).part(rows)
+        group = here.group(step.axes)
         if group.size == 1:
             continue
-        part = group.part(within)
-        whole, own = within * width * element, part * width * element
-        if step.kind == "gather":
-            forward += group.gather(whole, own)
-        elif step.kind == "slice":
-            backward = group.gather(whole, own) + backward
+        tokens, features = here.cut(rows, step.tokens), here.cut(width // unit, step.features) * unit
+        own_rows, own_columns = group.part(tokens), group.part(features // unit) * unit
+        whole, by_rows, by_columns = (
+            size * element for size in (tokens * features, own_rows * features, tokens * own_columns)
+        )
+        if step.kind.startswith("to-"):
+            corner = own_rows * own_columns * element  # what stays
+            sent = [by_rows - corner, by_columns - corner]
+            first, second = sent if step.kind == "to-features" else sent[::-1]
+            forward += (Move("all_to_all", group.axes, whole, first),)
+            backward = (Move("all_to_all", group.axes, whole, second), *backward)
+            continue
+        gathered = group.gather(whole, by_columns if step.kind.endswith("features") else by_rows)
+        if step.kind.startswith("gather"):
+            forward += gathered
         else:
-            held = width * group.size if step.kind == "to-tokens" else width
-            size = within * held * element
-            by_rows = part * (held - group.part(held)) * element  # of a rank that holds rows
-            by_columns = (within - part) * group.part(held) * element  # of one that holds columns
-            first, second = (by_rows, by_columns) if step.kind == "to-features" else (by_columns, by_rows)
-            forward += (Move("all_to_all", group.axes, size, first),)
-            backward = (Move("all_to_all", group.axes, size, second), *backward)
-            width = group.part(held) if step.kind == "to-features" else held
+            backward = gathered + backward
     return forward, backward
+
+
+def attention_moves(
+    qkv: Site,
+    out: Site,
+    layout: GridLayout,
+    batch: Collection[str],
+    rows: int,
+    sizes: Mapping[str, int],
+    place: Mapping[str, int],
+    element: int,
+) -> tuple[Moves, Moves]:
+    """(forward, backward) of what gives attention whole sequences, between q, k, v of ``layout`` and ``out``.
+
+    batch: the axes that split the batch. rows: tokens of one place on them. element: bytes.
+    """
+    axes, here = exchanged_axes(layout, batch), Here(sizes, place)
+    group, over = here.group(axes), here.group(layout.output_feature_axes).size
+    forward, backward = Moves(), Moves()
+    if group.size == 1:
+        return forward, backward
+    queries = held_heads(qkv.linears[0], over)
+    for linear in qkv.linears:
+        if gathers_heads(linear, queries, over, group.size):
+            row = held_heads(linear, over) * linear.unit * element
+            whole, own = rows * row, group.part(rows) * row
+            there, back = group.gather(whole, own), group.scatter(whole, own)
+        else:
+            step = Step("to-features", axes, (), layout.output_feature_axes)
+            there, back = conversion_moves([step], rows, linear.n, sizes, place, element, linear.unit)
+        forward, backward = forward + there, back + backward
+    step = Step("to-tokens", axes, (), layout.output_feature_axes)
+    there, back = conversion_moves([step], rows, out.k, sizes, place, element, out.k_unit)
+    return forward + there, back + backward

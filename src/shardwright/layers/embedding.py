@@ -74,8 +74,9 @@ class _Lookup(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """Token ids [B,S] → hidden states, as a carrier [B,S,h] of this rank's tokens [1,T_local,h].
 
-    stored: W [V,h], its rows split by the layout's k axes, its columns by n. T_local is B·S, over k where the layout
-    scatters Y. scale: multiplies the result (Gemma).
+    stored: W [V,h], its rows split by the layout's k axes, its columns by n. T_local is B·S, over the ranks of
+    ``sequences`` (m axes that split sequences: each looks up its own tokens), and over k where the layout scatters Y.
+    scale: multiplies the result (Gemma).
     """
 
     def __init__(
@@ -85,10 +86,12 @@ class VocabParallelEmbedding(nn.Module):
         first_row: int,
         padding_idx: int | None = None,
         scale: float | None = None,
+        sequences: AxisGroup | None = None,
     ):
         super().__init__()
         self.weight = stored.parameter
         self.stored, self.product = stored, product
+        self.sequences = sequences or product.runtime.group(())
         self.first_row, self.padding_idx, self.scale = first_row, padding_idx, scale
 
     def stored_parameters(self) -> list[StoredParameter]:
@@ -97,8 +100,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> Carrier:
         """ids [B,S] → a carrier [B,S,h]."""
-        product = self.product
-        y = _Lookup.apply(self.weight, self.stored, self.stored.use(), ids, self.first_row, product, self.padding_idx)
+        product, start, stop = self.product, *self.sequences.bounds(ids.numel())
+        mine = ids if self.sequences.size == 1 else ids.reshape(-1)[start:stop]
+        y = _Lookup.apply(self.weight, self.stored, self.stored.use(), mine, self.first_row, product, self.padding_idx)
         y = reduce_output(y, product.reduction)
         if self.scale is not None:
             y = y * self.scale
@@ -128,7 +132,7 @@ class PositionEmbedding(nn.Module):
     """Position ids [1,S] → the embeddings of this rank's tokens, as a carrier [B,S,h].
 
     stored: the table [P,h], cut as the features of hidden states are; its gradient is partial over all axes that split
-    tokens. split: the group over which the tokens of one data rank are split. shape: tells B of the forward at work.
+    tokens. split: the group over which B·S tokens are split. shape: tells B of the forward at work.
     """
 
     def __init__(self, stored: StoredParameter, split: AxisGroup, shape: TokenShape):

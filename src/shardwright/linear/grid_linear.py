@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement
 from shardwright._errors import InputError
 from shardwright.layout import GridLayout
 from shardwright.linear.carrier import Carrier, tokens_of
-from shardwright.linear.heads import HeadExchange
+from shardwright.linear.heads import HeadExchange, HeadGather
 from shardwright.linear.product import Product, activation_placements, bias_placements, weight_placements
 from shardwright.linear.site_product import SiteProduct
 from shardwright.params import ParameterStore, StoredParameter
@@ -30,14 +30,14 @@ class GridLinear(nn.Linear):
     whole along M, [1,M_local,N_local] where it is scattered. ``weight`` and ``bias`` are DTensor parameters, and so are
     their gradients, which are sums (never means) and complete when backward returns.
 
-    exchange: tokens that Y scatters (of a column site) are exchanged for heads after the product, and heads for the
-    tokens that split X (of a row site) before it.
+    exchange: the tokens of Y that this rank has (of q, k or v) are exchanged for heads after the product, and heads for
+    tokens of X (of the site behind attention) before it.
     """
 
     weight: nn.Parameter
     site: SiteProduct
     index: int
-    exchange: HeadExchange | None = None
+    exchange: HeadExchange | HeadGather | None = None
     layout: GridLayout
     mesh: DeviceMesh
 
@@ -108,7 +108,7 @@ class GridLinear(nn.Linear):
         local = tokens_of(x)
         product = self.site.product
         _, width = product.shape_in(0, self.site.width)
-        if self.exchange is not None and not isinstance(x, Carrier):
+        if isinstance(self.exchange, HeadExchange) and not isinstance(x, Carrier):
             return self._from_heads(self.exchange, x)
         if local.shape[-1] != width and self.site.before is None:
             raise InputError(
@@ -117,10 +117,10 @@ class GridLinear(nn.Linear):
             )
         rows = local if local.dim() == 2 else local.flatten(0, -2)
         if isinstance(x, Carrier):
-            tokens = x.rows
+            tokens = self.site.rows_of(x.rows)
         elif tokens is None:
             parts = 1 if product.x_by_features else product.gather_x.size
-            tokens = self.site.tokens or rows.shape[0] * parts
+            tokens = self.site.rows_of(self.site.tokens) if self.site.tokens else rows.shape[0] * parts
         y = self.site(local, rows, tokens, self.index)
         if isinstance(x, Carrier) and self.exchange is not None:
             y = self.exchange.to_heads(y, x.rows)
@@ -132,7 +132,7 @@ class GridLinear(nn.Linear):
         """x [B,S,·] of whole sequences, some heads → Y [1,M_local,N_local]."""
         rows = x.flatten(0, -2)
         mine = exchange.to_tokens(rows)
-        return self.site(mine, mine, rows.shape[0], self.index).unsqueeze(0)
+        return self.site(mine, mine, self.site.rows_of(rows.shape[0]), self.index).unsqueeze(0)
 
     def stored_parameters(self) -> list[StoredParameter]:
         """How the parameters are stored."""

@@ -140,7 +140,8 @@ class SiteProduct:
         self.product = product
         self.weights = weights
         self.transposed = transposed
-        self.tokens: int | None = None  # T of the forward at work, where the model tells it
+        self.tokens: int | None = None  # B·S of the forward at work, where the model tells it
+        self.sequences = product.runtime.group(())  # the m axes that split sequences, which a batch does not fill
         self.inner_biases, self.outer_biases = (none, biases) if product.splits_k else (biases, none)
         self.mode: Any = _MODES[product.layout.overlap]
         self.number = compiled.number_of(self)
@@ -257,11 +258,16 @@ class SiteProduct:
         """Forgets results that no sibling has taken."""
         self._key, self._ready = None, {}
 
+    def rows_of(self, tokens: int) -> int:
+        """T: of B·S = ``tokens``, those of this rank's place on the m axes."""
+        start, stop = self.sequences.bounds(tokens)
+        return stop - start
+
     def _compute(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
         if self.before is not None:
-            x = self.before(x, rows)
+            x = self.before(x, self.tokens or rows)
         outputs = self._products(x, rows)
-        return outputs if self.after is None else [self.after(y, rows) for y in outputs]
+        return outputs if self.after is None else [self.after(y, self.tokens or rows) for y in outputs]
 
     def _products(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
         if torch.compiler.is_compiling():

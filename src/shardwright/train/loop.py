@@ -69,10 +69,10 @@ def trace_name(rank: int) -> str:
 
 
 def data_place(plan: Plan, rank: int) -> tuple[int, int]:
-    """(index, size) of ``rank`` among the plan's data ranks, which share out the rows of a batch."""
+    """(index, size) of ``rank`` among the ranks that share out the sequences of a batch."""
     place = mesh_math.coordinates(rank, plan.mesh)
     index, size = 0, 1
-    for axis in plan.data_axes:
+    for axis in plan.batch_axes:
         index, size = index * plan.mesh[axis] + place[axis], size * plan.mesh[axis]
     return index, size
 
