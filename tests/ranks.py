@@ -2,15 +2,21 @@
 
 A test calls ``on_ranks(n, function, *args)``; the function (of a module's top level) runs on every rank, and the list
 of what each rank returned comes back. An exception on any rank is raised in the test, with the rank's traceback.
+
+Between calls a pool is stopped (SIGSTOP): each of gloo's groups has a thread that wakes up a hundred times a second,
+and dozens of ranks that wait for their next test would take the time of those that work.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
+import importlib
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -21,11 +27,17 @@ import torch
 import torch.distributed as dist
 
 import shardwright._rehearse  # noqa: F401  (loaded before the fork, so that no rank loads it again)
+from shardwright.models.families import FAMILIES
+
+for family in FAMILIES:  # likewise
+    importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 _POOLS: dict[int, list[tuple[Any, Any]]] = {}
+_PR_SET_PDEATHSIG = 1
 
 
 def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # who is stopped does not see that its parent is gone
     torch.set_num_threads(1)
     gc.freeze()  # what the parent loaded is not garbage: collecting takes a moment, not a fifth of a second
     dist.init_process_group(
@@ -61,7 +73,8 @@ def _pool(world: int) -> list[tuple[Any, Any]]:
 def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What ``function(*args)`` returns on each of ``world`` ranks."""
     pool = _pool(world)
-    for _, pipe in pool:
+    for process, pipe in pool:
+        os.kill(process.pid, signal.SIGCONT)
         pipe.send((function, args))
     answers = []
     for process, pipe in pool:
@@ -70,6 +83,8 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
                 _drop(world)
                 raise RuntimeError(f"a rank died with exit code {process.exitcode}")
         answers.append(pipe.recv())
+    for process, _ in pool:
+        os.kill(process.pid, signal.SIGSTOP)
     failures = [answer for fine, answer in answers if not fine]
     if failures:
         _drop(world)  # the others may be out of step
