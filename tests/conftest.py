@@ -20,10 +20,9 @@ SLOW = re.compile(
     r"|test_f1_same.*\[(1x2-|2x2-sequence-parallel-keep)"
     r"|test_recomputed_blocks_train.*\[sequence-parallel-"
     r"|test_every_family_trains.*\[(qwen2|mistral)"
-    r"|test_grid\.py.*3x3x3"
     r"|test_8b\.py|test_property\.py::test_random_products|test_random_draws\[more"
 )
-"""What repeats quicker tests on more ranks (27 of a cube), larger models, or by chance: ``--slow`` (make test-all)."""
+"""What repeats quicker tests on more ranks, larger models, or by chance: ``--slow`` (make test-all)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

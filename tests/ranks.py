@@ -80,19 +80,20 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     for process, pipe in pool:
         while not pipe.poll(1):
             if not process.is_alive():
-                _drop(world)
+                drop(world)
                 raise RuntimeError(f"a rank died with exit code {process.exitcode}")
         answers.append(pipe.recv())
     for process, _ in pool:
         os.kill(process.pid, signal.SIGSTOP)
     failures = [answer for fine, answer in answers if not fine]
     if failures:
-        _drop(world)  # the others may be out of step
+        drop(world)  # the others may be out of step
         raise AssertionError("\n".join(failures))
     return [answer for _, answer in answers]
 
 
-def _drop(world: int) -> None:
+def drop(world: int) -> None:
+    """Ends the pool of that size, if there is one."""
     for process, _ in _POOLS.pop(world, []):
         process.kill()
 
@@ -100,4 +101,4 @@ def _drop(world: int) -> None:
 @atexit.register
 def _stop() -> None:
     for world in list(_POOLS):
-        _drop(world)
+        drop(world)
