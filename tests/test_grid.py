@@ -20,7 +20,7 @@ import draws
 import fuzz
 import grids
 import shardwright as sw
-from ranks import on_ranks
+from ranks import drop, on_ranks
 from shardwright.cost import site_volume
 from shardwright.linear.product import check_supported
 from shardwright.params.initial import unfilled
@@ -32,8 +32,8 @@ GRIDS = [
     {"i": 2, "j": 1, "l": 4},
     {"i": 2, "j": 3, "l": 1},
     {"i": 1, "j": 2, "l": 2},
-    {"i": 3, "j": 3, "l": 3},
 ]
+CUBE = {"i": 3, "j": 3, "l": 3}
 EVEN, UNEVEN = (48, 72, 24), (21, 13, 17)
 TINY = (27, 54, 27)
 
@@ -60,12 +60,11 @@ def faces(layout, axes, sizes):
     )
 
 
-@pytest.mark.parametrize("axes", GRIDS, ids=named)
-@pytest.mark.parametrize("kind", grids.KINDS)
-@pytest.mark.parametrize("name", grids.DESIGNS)
-def test_a15_a16_a19_equals_dense_and_counts(name, kind, axes):
-    """Design 1: AG(X), AG(W), RS(Y); AG(dY), RS(dX), RS(dW), and AG(X), AG(W) again. Design 2: AR(Y), AR(dX)."""
-    layout, sizes = grids.layout_of(name, kind), TINY if world(axes) == 27 else EVEN
+def stated(name, layout, axes, sizes):
+    """(the collectives, the bytes saved) of one site.
+
+    Design 1: AG(X), AG(W), RS(Y); AG(dY), RS(dX), RS(dW), and AG(X), AG(W) again. Design 2: AR(Y), AR(dX).
+    """
     a, b, c = faces(layout, axes, sizes)
     (m,), (n,) = layout.m, layout.n
     if name == "grid-scatter":
@@ -91,17 +90,47 @@ def test_a15_a16_a19_equals_dense_and_counts(name, kind, axes):
             ("backward", "reduce_scatter", layout.m, b),
         ]
         saved = a
-    expected = [move for move in expected if axes[move[2][0]] > 1]
-    for error, _, trace in on_ranks(world(axes), grids.run, layout, axes, sizes, False, 1, 3, True):
-        assert error <= 1e-12
-        assert grids.logged(trace) == expected
-        assert trace.saved_bytes == saved
-        for move in trace.collectives:
-            parts = torch.Size([axes[axis] for axis in move.axes]).numel()
-            assert move.sent == move.size * (parts - 1) // parts * (2 if move.kind == "all_reduce" else 1)
+    return [move for move in expected if axes[move[2][0]] > 1], saved
 
 
-@pytest.mark.parametrize("axes", GRIDS[:4], ids=named)
+def counted(layout, axes, sizes):
+    """On a rank: (error, collectives, whether each sends what it must, bytes saved)."""
+    error, _, trace = grids.run(layout, axes, sizes, False, 1, 3, True)
+    sent = []
+    for move in trace.collectives:
+        parts = torch.Size([axes[axis] for axis in move.axes]).numel()
+        sent.append(move.sent == move.size * (parts - 1) // parts * (2 if move.kind == "all_reduce" else 1))
+    return error, grids.logged(trace), all(sent), trace.saved_bytes
+
+
+@pytest.mark.parametrize("axes", GRIDS, ids=named)
+@pytest.mark.parametrize("kind", grids.KINDS)
+@pytest.mark.parametrize("name", grids.DESIGNS)
+def test_a15_a16_a19_equals_dense_and_counts(name, kind, axes):
+    layout = grids.layout_of(name, kind)
+    expected, saved = stated(name, layout, axes, EVEN)
+    for answer in on_ranks(world(axes), counted, layout, axes, EVEN):
+        assert answer[0] <= 1e-12 and answer[1:] == (expected, True, saved)
+
+
+def on_a_cube(layouts):
+    """On a rank of 27: for each layout what `counted` and `transients` tell, of tiny shapes."""
+    return [(counted(layout, CUBE, TINY), transients(layout, CUBE, TINY)) for layout in layouts]
+
+
+def test_a15_a16_a17_on_27_ranks():
+    made = [(name, grids.layout_of(name, kind)) for name in grids.DESIGNS for kind in grids.KINDS]
+    answers = on_ranks(27, on_a_cube, [layout for _, layout in made])
+    drop(27)  # no other test needs so many
+    for answer in answers:
+        for (name, layout), (counts, held) in zip(made, answer, strict=True):
+            expected, saved = stated(name, layout, CUBE, TINY)
+            assert counts[0] <= 1e-12 and counts[1:] == (expected, True, saved)
+            if name == "grid-scatter":
+                assert_three_faces(held, layout, CUBE, TINY)
+
+
+@pytest.mark.parametrize("axes", GRIDS, ids=named)
 @pytest.mark.parametrize("name", grids.DESIGNS)
 def test_uneven_sizes_siblings_and_biases(name, axes):
     for kind in grids.KINDS:
@@ -146,19 +175,21 @@ def transients(layout, axes, sizes):
     return error, trace.saved_bytes, [counting.transient(trace, phase) for phase in ("forward", "backward")]
 
 
-@pytest.mark.parametrize("axes", [GRIDS[0], GRIDS[4]], ids=named)
-def test_a17_shards_are_kept_and_the_transient_is_three_faces(axes):
+def assert_three_faces(held, layout, axes, sizes):
     """Saved 1/P of X and nothing of W; blocking needs a + b + c: scratch comes when the others are gone."""
-    sizes = TINY if world(axes) == 27 else EVEN
-    q = axes["i"]
+    a, b, c = faces(layout, axes, sizes)
+    error, saved, (forward, backward) = held
+    assert error <= 1e-12
+    assert saved == a // axes["i"]
+    assert forward <= a + b + c
+    assert backward <= a + b + c
+
+
+def test_a17_shards_are_kept_and_the_transient_is_three_faces():
     for kind in grids.KINDS:
         layout = grids.layout_of("grid-scatter", kind)
-        a, b, c = faces(layout, axes, sizes)
-        for error, saved, (forward, backward) in on_ranks(world(axes), transients, layout, axes, sizes):
-            assert error <= 1e-12
-            assert saved == a // q
-            assert forward <= a + b + c
-            assert backward <= a + b + c
+        for held in on_ranks(8, transients, layout, GRIDS[0], EVEN):
+            assert_three_faces(held, layout, GRIDS[0], EVEN)
 
 
 FLAT = [
@@ -243,7 +274,7 @@ def test_modes_agree_on_a_grid(name, overlap):
             assert sum(c.sent for c in first.collectives) == sum(c.sent for c in second.collectives)
 
 
-@pytest.mark.parametrize("axes", GRIDS[:4], ids=named)
+@pytest.mark.parametrize("axes", GRIDS, ids=named)
 @pytest.mark.parametrize("overlap", ["async", "ring"])
 def test_design_1_overlapped_equals_dense(overlap, axes):
     for kind, (sizes, chunks) in itertools.product(grids.KINDS, ((UNEVEN, 0), (EVEN, 0), (UNEVEN, 3), ((5, 2, 3), 1))):
@@ -267,7 +298,7 @@ def in_bfloat16(axes, kind, overlap, chunks, recompute):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("axes", GRIDS[:4], ids=named)
+@pytest.mark.parametrize("axes", GRIDS, ids=named)
 def test_a4_modes_that_cut_alike_agree_bit_for_bit(axes):
     choices = itertools.product(grids.KINDS, ("async", "ring"), (1, 2, 3), (False, True))
     made = [in_bfloat16(axes, *choice) for choice in choices]

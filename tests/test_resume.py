@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +14,11 @@ from torch import nn
 import tiny
 from shardwright.params.tensor_file import TensorWriter
 from shardwright.train.data import standard_library_text
-from shardwright.train.loop import METRICS, train
+from shardwright.train.loop import METRICS
 from shardwright.train.metrics import MetricsWriter, forget_metrics_after, read_metrics
 from shardwright.train.sources import documents
-from test_checkpoint_faults import forked
 from test_pretrained import hugging_face
-from test_train import VOCAB, prepare
-
-
-def trained(run: Path, ranks: int, spoil: Callable[[int], object] = lambda rank: None) -> list[int]:
-    """Exit codes of the ranks of a training run, each forked from here."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
-    def work(rank: int) -> None:
-        launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update({name: str(value) for name, value in {**launched, "MASTER_PORT": port}.items()})
-        spoil(rank)
-        train(run)
-
-    return forked(ranks, work)
+from test_train import VOCAB, prepare, trained
 
 
 def die_in_the_save_of_step_8(rank: int) -> None:

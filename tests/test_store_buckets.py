@@ -65,18 +65,28 @@ def greedy(sizes, room):
     return bins
 
 
+def reductions(caps):
+    """For each cap: whether gradients own just their bytes, and (module, bytes) of the second step's reductions."""
+    found = []
+    for cap in caps:
+        trace, behind, of = run_normed("parameters", 6, 48, cap)
+        moves = [(c.module, c.size) for c in trace.collectives if c.kind == "reduce_scatter" and c.step == 2]
+        found.append((behind == of, moves))
+    return found
+
+
 def test_c1_small_gradients_share_and_large_ones_do_not():
     """Linears of 48 × 48 (9,216 B) travel by themselves; vectors (192 B) by bins of cap/2, in order of arrival."""
+    caps = (2**10, 2**12, 2**14)
     for world in (2, 3, 4, 8):
-        for cap in (2**10, 2**12, 2**14):
-            padded = world * -(-48 // world) * 4
-            for trace, behind, of in on_ranks(world, run_normed, "parameters", 6, 48, cap):
-                assert behind == of
-                found = [c for c in trace.collectives if c.kind == "reduce_scatter" and c.step == 2]
-                shared = [c for c in found if c.module == "bucket"]
-                assert len(found) - len(shared) == 6
+        padded = world * -(-48 // world) * 4
+        for answers in on_ranks(world, reductions, caps):
+            for cap, (owned, moves) in zip(caps, answers, strict=True):
+                assert owned
+                shared = [size for module, size in moves if module == "bucket"]
+                assert len(moves) - len(shared) == 6
                 assert len(shared) == greedy([padded] * 18, cap // 2)
-                assert sum(c.size for c in shared) == 18 * padded
+                assert sum(shared) == 18 * padded
 
 
 def test_c3_no_byte_outside_of_backward_and_c4_within_the_cap():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -88,8 +89,10 @@ def make_parameter(
 ) -> torch.nn.Parameter:
     """A DTensor parameter of global ``shape`` around this rank's shard; no collective is made."""
     trace.note(local, "parameter")
-    with trace.quiet():  # DTensor's shape propagation runs operators of its own, under fake tensors only
-        return torch.nn.Parameter(wrap(local, shape, mesh, placements), requires_grad=requires_grad)
+    with trace.quiet():
+        whole: Any = wrap(local, shape, mesh, placements).requires_grad_(requires_grad)
+    whole._is_param = True  # as nn.Parameter makes one of a subclass; its detach() would cost DTensor milliseconds
+    return cast(torch.nn.Parameter, whole)
 
 
 def wrap(local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
