@@ -1,0 +1,1 @@
+"""Which layout suits which machine: so far what the machine does, measured (``shardwright profile``)."""

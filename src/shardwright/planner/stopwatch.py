@@ -1,0 +1,56 @@
+"""How long something takes on all ranks at once: the slowest rank counts, and of several repetitions the median.
+
+Every rank calls the same with the same counts, and every rank is told the same seconds, so that whatever is decided by
+them is decided alike everywhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Times work of this process on ``device``, ``repetitions`` times each."""
+
+    device: torch.device
+    repetitions: int
+
+    def seconds(self, work: Callable[[], object], count: int = 1) -> float:
+        """One call of ``work``, from the mean of ``count`` calls in a row; a call before them is not counted."""
+        work()
+        return statistics.median(self.slowest([self._once(work, count) for _ in range(self.repetitions)]))
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """Of each repetition the slowest rank's."""
+        if not dist.is_initialized():
+            return seconds
+        worst = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return [float(value) for value in worst.tolist()]
+
+    def _once(self, work: Callable[[], object], count: int) -> float:
+        if dist.is_initialized():
+            dist.barrier()
+        if self.device.type == "cuda":
+            return self._once_on_device(work, count)
+        began = time.perf_counter()
+        for _ in range(count):
+            work()
+        return (time.perf_counter() - began) / count
+
+    def _once_on_device(self, work: Callable[[], object], count: int) -> float:
+        torch.cuda.synchronize(self.device)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(count):
+            work()
+        ended.record()
+        torch.cuda.synchronize(self.device)
+        return float(began.elapsed_time(ended)) * 1e-3 / count
