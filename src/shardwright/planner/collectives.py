@@ -26,10 +26,6 @@ from shardwright.comm.exchange import sent_bytes
 from shardwright.planner.fits import fit
 from shardwright.planner.stopwatch import Stopwatch
 
-BATCH = 2**18
-"""Messages smaller than this many bytes are sent several times in a row, at most ``MOST`` times."""
-MOST = 8
-
 SLOW_SECONDS = 0.5
 """No message is larger than one that takes this long."""
 
@@ -116,7 +112,7 @@ def measure(
     found: list[tuple[Message, float]] = []
     for size in sizes:
         message = MESSAGES[kind](group, size, empty)
-        found.append((message, watch.seconds(message.run, max(1, min(MOST, BATCH // size)))))
+        found.append((message, watch.seconds(message.run)))
         if found[-1][1] > SLOW_SECONDS:
             break
     line = fit([message.sent for message, _ in found], [seconds for _, seconds in found])

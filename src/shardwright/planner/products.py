@@ -13,10 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.cluster import Product
 from shardwright.planner.stopwatch import Stopwatch
 
-BATCH = 2**26
-"""Floating-point operations of several products in a row, at most ``MOST`` of them, where one takes too little time."""
-MOST = 50
-
 ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 """Elements of the large tensors, by kind of device: far more than any cache holds."""
 
@@ -35,10 +31,8 @@ def multiplication(m: int, n: int, k: int, dtype: str, device: torch.device) -> 
 def measure(shape: tuple[int, int, int], dtype: str, watch: Stopwatch) -> Product:
     """The rate of one product."""
     m, n, k = shape
-    operations = 2 * m * n * k
-    count = max(1, min(MOST, BATCH // operations))
-    seconds = watch.seconds(multiplication(m, n, k, dtype, watch.device), count)
-    return Product(dtype=dtype, m=m, n=n, k=k, flops=operations / seconds)
+    seconds = watch.seconds(multiplication(m, n, k, dtype, watch.device))
+    return Product(dtype=dtype, m=m, n=n, k=k, flops=2 * m * n * k / seconds)
 
 
 def memory_bandwidth(watch: Stopwatch) -> float:
@@ -71,4 +65,4 @@ def overhead(watch: Stopwatch) -> float:
     step()
     with _Counter() as counter:
         step()
-    return watch.seconds(step, MOST) / int(counter.count)
+    return watch.seconds(step) / int(counter.count)

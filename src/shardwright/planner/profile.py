@@ -43,7 +43,7 @@ class Effort:
     """How much is measured.
 
     messages: bytes to send, smallest first. sizes: of m, n and k; limit: the most multiplications of a product.
-    beside: m = n = k of the product that runs beside collectives. repetitions: of each measurement.
+    beside: m = n = k of the product that runs beside collectives. repetitions: of each measurement, an odd number.
     """
 
     messages: tuple[int, ...]
@@ -55,8 +55,8 @@ class Effort:
     @classmethod
     def of(cls, device: str, quick: bool) -> Effort:
         """For a kind of device (cpu, cuda)."""
-        messages = (2**10, 2**14, 2**18, 2**20) if quick else tuple(4**power for power in range(5, 12))
-        repetitions = 3 if quick else 7
+        messages = (2**10, 2**14, 2**17, 2**19, 2**21) if quick else tuple(4**power for power in range(5, 12))
+        repetitions = 3 if quick else 5
         if device == "cuda":
             large = (256, 2048, 8192) if quick else (128, 512, 2048, 8192, 16384)
             return cls((*messages, 2**24, 2**26, 2**28), large, 2**40, 4096, repetitions)
@@ -119,7 +119,7 @@ def measure(mesh: DeviceMesh, per_host: int, dtypes: Sequence[str], effort: Effo
                 progress.show(f"products in {dtype}")
                 multiplied.append(products.measure(shape, dtype, watch))
         multiply = products.multiplication(effort.beside, effort.beside, effort.beside, dtypes[0], device)
-        product_seconds = watch.seconds(multiply, 10)
+        product_seconds = watch.seconds(multiply)
         measured: list[Measured] = []
         for axes, hosts in groups:
             group = Runtime.of(mesh).group(axes)
@@ -163,6 +163,12 @@ def shapes(sizes: Mapping[str, int], per_host: int) -> Iterator[tuple[tuple[str,
                 yield axes, hosts
 
 
+def every_size(hosts: int, per_host: int) -> dict[str, int]:
+    """A mesh whose axes join to groups of every size that divides the hosts, or the ranks of one."""
+    over_hosts = {f"hosts{i}": size for i, size in enumerate(_factors(hosts))}
+    return (over_hosts | {f"devices{i}": size for i, size in enumerate(_factors(per_host))}) or {"devices": 1}
+
+
 def summary(cluster: Cluster) -> str:
     """A few lines on what was found."""
     device = cluster.device
@@ -187,15 +193,13 @@ def _count(number: int, what: str) -> str:
 
 
 def _axes(mesh: str | None, place: Place) -> dict[str, int]:
-    """The mesh asked for, or one whose axes make groups of every size that divides the hosts and their ranks."""
+    """The mesh asked for, or one with groups of every size."""
     if place.world % place.local_world:
         raise InputError(
             f"profile: found {place.world} ranks, {place.local_world} on this host; allowed: equally many on each host"
         )
     if mesh is None:
-        hosts = [(f"hosts{i}", size) for i, size in enumerate(_factors(place.world // place.local_world))]
-        devices = [(f"devices{i}", size) for i, size in enumerate(_factors(place.local_world))]
-        return dict(hosts + devices) or {"devices": 1}
+        return every_size(place.world // place.local_world, place.local_world)
     axes = parse_mesh(mesh)
     if world_size(axes) != place.world:
         raise InputError(

@@ -6,6 +6,7 @@ them is decided alike everywhere.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,12 @@ import torch
 import torch.distributed as dist
 
 
+LEAST_SECONDS, MOST_CALLS = 0.02, 200
+"""A repetition is so many calls in a row that it lasts about this long: where several ranks share a processor, each gets
+it for some milliseconds, and what is shorter would not see the others.
+"""
+
+
 @dataclass(frozen=True)
 class Stopwatch:
     """Times work of this process on ``device``, ``repetitions`` times each."""
@@ -22,27 +29,28 @@ class Stopwatch:
     device: torch.device
     repetitions: int
 
-    def seconds(self, work: Callable[[], object], count: int = 1) -> float:
-        """One call of ``work``, from the mean of ``count`` calls in a row; a call before them is not counted."""
+    def seconds(self, work: Callable[[], object]) -> float:
+        """One call of ``work``, which all ranks do at the same time."""
         work()
-        return statistics.median(self.slowest([self._once(work, count) for _ in range(self.repetitions)]))
+        (alone,) = self._slowest([self._once(work, 1)])
+        count = max(1, min(MOST_CALLS, math.ceil(LEAST_SECONDS / alone)))
+        return statistics.median(self._slowest([self._once(work, count) for _ in range(self.repetitions)]))
 
-    def slowest(self, seconds: list[float]) -> list[float]:
+    def _slowest(self, seconds: list[float]) -> list[float]:
         """Of each repetition the slowest rank's."""
-        if not dist.is_initialized():
-            return seconds
         worst = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         return [float(value) for value in worst.tolist()]
 
     def _once(self, work: Callable[[], object], count: int) -> float:
-        if dist.is_initialized():
-            dist.barrier()
+        """Until every rank is done, for each of ``count`` calls."""
+        dist.barrier()
         if self.device.type == "cuda":
             return self._once_on_device(work, count)
         began = time.perf_counter()
         for _ in range(count):
             work()
+        dist.barrier()
         return (time.perf_counter() - began) / count
 
     def _once_on_device(self, work: Callable[[], object], count: int) -> float:
