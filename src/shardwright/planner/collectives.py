@@ -5,9 +5,10 @@ They are measured as training runs them, over all groups of the mesh at once, wh
 ``beside`` tells what a collective costs while every rank multiplies matrices. It is issued, products are formed that
 take at least as long as it does alone, then it is waited for:
 
-    beside = 1 + (seconds of both − seconds of the longer one alone) / seconds of the collective alone
+    beside = 1 + (seconds of both − seconds of the products alone) / seconds of the collective alone
 
-1 is hidden entirely; 2 is as slow as one after the other (where, say, both need the same processors).
+1 is hidden entirely; 2 is as slow as one after the other (where, say, both need the same processors). It is the factor
+by which both are slowed down for as long as both run.
 """
 
 from __future__ import annotations
@@ -144,5 +145,5 @@ def _beside(
         products()
         finish()
 
-    longer = max(watch.seconds(products), alone)
-    return 1 + max(0.0, watch.seconds(both) - longer) / alone
+    multiplied = watch.seconds(products)
+    return 1 + max(0.0, watch.seconds(both) - max(multiplied, alone)) / alone

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.cluster import Product
 from shardwright.planner.stopwatch import Stopwatch
 
-ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
-"""Elements of the large tensors, by kind of device: far more than any cache holds."""
+ELEMENTS = {"cpu": 2**21, "cuda": 2**28}
+"""Elements of the large tensors, by kind of device: more than a rank's share of the caches, but on processors not so many
+that each result would be fresh pages of the system, which activations are not.
+"""
 
 
 def shapes(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int, int]]:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-
 LEAST_SECONDS, MOST_CALLS = 0.02, 200
-"""A repetition is so many calls in a row that it lasts about this long: where several ranks share a processor, each gets
-it for some milliseconds, and what is shorter would not see the others.
+"""A repetition is so many calls in a row that it lasts about this long: where ranks share a processor, each gets it for
+some milliseconds, and what is shorter would not see the others.
 """
 
 
