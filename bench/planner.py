@@ -1,6 +1,6 @@
 """Whether predicted step times rank layouts as measured ones do: one small Llama on four ranks, profiled and trained.
 
-    python bench/planner.py [--machines 2x2 1x4] [--rate 1] [--rounds 5]
+    python bench/planner.py [--quick] [--machines 2x2 1x4] [--rate 1] [--rounds 5]
     python bench/planner.py --again build/bench/planner.json      predicts anew what was measured then
 
 As root, on Linux with iproute2: bench/netlab.sh starts this file once more as each rank. A row first profiles its
@@ -48,10 +48,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--machines", nargs="+", default=["2x2", "1x4"], metavar="HxR", help="four ranks each")
     parser.add_argument("--rates", nargs="+", type=float, default=[1.0], help="Gbit/s that a host sends; one")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a quick profile, at most 3 rounds")
     parser.add_argument("--patience", type=float, default=60, help="seconds a row may wait for other programs to pause")
     parser.add_argument("--out", type=Path, default=Path("build/bench/planner.json"))
     parser.add_argument("--again", type=Path, help="results to predict anew, without measuring")
     options = parser.parse_args()
+    if options.quick:
+        options.rounds = min(options.rounds, 3)
     for name in options.machines:
         hosts, _, ranks = name.partition("x")
         if not (hosts.isdigit() and ranks.isdigit() and int(hosts) * int(ranks) == 4):
@@ -66,7 +69,8 @@ def main() -> int:
         results = json.loads(options.again.read_text())
     else:
         task = {key: getattr(options, key) for key in ("layers", "width", "batch", "sequence", "rounds", "patience")}
-        results = run(Path(__file__), task, options.rates, [Row.of(name) for name in options.machines])
+        given = ["--quick"] if options.quick else []
+        results = run(Path(__file__), task, options.rates, [Row.of(name, given) for name in options.machines])
     out = options.again or options.out
     model = {key: results["task"][key] for key in ("layers", "width", "batch", "sequence")}
     config = out.parent / "planner" / "config.json"
@@ -129,7 +133,7 @@ def work() -> None:
     per_host = int(os.environ["LOCAL_WORLD_SIZE"])
     axes = profile.every_size(dist.get_world_size() // per_host, per_host)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    effort = profile.Effort.of("cpu", quick=False)
+    effort = profile.Effort.of("cpu", options.quick)
     cluster = profile.measure(mesh, per_host, ["float32"], effort, torch.device("cpu"))
     if dist.get_rank() == 0:
         print(profile.summary(cluster), flush=True)
@@ -140,8 +144,8 @@ def work() -> None:
     found = [{"name": layout.name, "layout": asdict(layout), "timed": {}} for layout in LAYOUTS]
     variants = [Training(task.plan(layout, config)) for layout in LAYOUTS]
     for variant in variants:
-        variant.step()  # makes the moments, and settles what is gathered ahead
-        variant.step()
+        for _ in range(STEADY):  # makes the moments, and settles what is gathered ahead
+            variant.step()
     time_in_turns(variants, found, options.rates, options.rounds, options.patience)
     if dist.get_rank() == 0:
         write(options.out, {"cluster": cluster.model_dump(mode="json", exclude_none=True), "variants": found})
