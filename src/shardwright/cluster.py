@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
+from shardwright._errors import InputError
 from shardwright._files import SIZES, STRICT, FieldError, SizeText, Version1, parse_bytes, read_yaml, write_yaml
 
 Size = Annotated[
@@ -19,6 +22,9 @@ Size = Annotated[
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 """Collectives, by the names of the trace."""
+
+SHIPPED = Path(__file__).parent / "clusters"
+"""Cluster files of common machines, one host each: data-sheet values, their sources named in them."""
 
 HEADER = (
     "shardwright cluster: hosts of equal devices, what one computes and what the links carry.\n"
@@ -123,6 +129,26 @@ class Cluster(BaseModel):
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """The cluster in a file; raises InputError, one line."""
         return read_yaml(path, cls)
+
+    @classmethod
+    def named(cls, text: str) -> Cluster:
+        """``"16384xH100-80GB"``: so many devices of a kind that ships with shardwright, on hosts as its file has them.
+
+        Fewer devices than a host holds are one smaller host. Raises InputError, one line.
+        """
+        count, _, kind = text.strip().partition("x")
+        kinds = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", count) or kind not in kinds:
+            raise InputError(
+                f"devices: found {text!r}; allowed: a number, x and a kind, such as 8xH100-80GB ({', '.join(kinds)})"
+            )
+        host, devices = cls.load(SHIPPED / f"{kind}.yaml"), int(count)
+        each = min(devices, host.devices_per_host)
+        if devices % each:
+            raise InputError(
+                f"devices: found {text!r}; allowed: fewer than {each} devices of {kind}, or whole hosts of {each}"
+            )
+        return host.model_copy(update={"hosts": devices // each, "devices_per_host": each})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cluster as YAML, whole or not at all."""

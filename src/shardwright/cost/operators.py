@@ -38,20 +38,24 @@ class Work:
     optimizer: bool = False
 
 
-_NOTHING = frozenset(
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_NOTHING = _words(
     "view _unsafe_view reshape _reshape_alias as_strided t transpose permute numpy_T slice select narrow diagonal "
     "detach alias lift_fresh expand squeeze unsqueeze split split_with_sizes chunk unbind unfold view_as_real "
     "view_as_complex real imag resize_ set_ promote_types is_same_size sym_size item _local_scalar_dense "
-    "empty empty_like empty_strided new_empty new_empty_strided wait_tensor".split()
+    "empty empty_like empty_strided new_empty new_empty_strided wait_tensor"
 )
-_INDEXED = frozenset("embedding index_select index gather take take_along_dim index_put index_add scatter_add".split())
-_REDUCING = frozenset(
+_INDEXED = _words("embedding index_select index gather take take_along_dim index_put index_add scatter_add")
+_REDUCING = _words(
     "sum mean amax amin max min argmax argmin any all norm linalg_vector_norm logsumexp var std prod count_nonzero "
-    "_foreach_norm".split()
+    "_foreach_norm"
 )
-_COPYING = frozenset(["copy", "_foreach_copy"])
-_FILLING = frozenset("zero fill zeros_like ones_like full_like uniform normal _foreach_zero".split())
-_PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
+_COPYING = _words("copy _foreach_copy")
+_FILLING = _words("zero fill zeros_like ones_like full_like uniform normal _foreach_zero")
+PRODUCTS = _words("mm addmm bmm baddbmm")
 _ATTENTION = "_scaled_dot_product_"
 
 
@@ -63,7 +67,7 @@ def work_of(name: str, shapes: tuple[Shape, ...]) -> Work | None:
         return None
     plain, in_place = call.rstrip("_"), call.endswith("_")
     sizes = [math.prod(shape) for shape in shapes]
-    if plain in _PRODUCTS:
+    if plain in PRODUCTS:
         return _product(plain, shapes)
     if call.startswith(_ATTENTION):
         return _attention(call.endswith("_backward"), shapes)
