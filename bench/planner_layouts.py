@@ -11,7 +11,6 @@ from shardwright._plan import Plan
 
 MESHES: dict[str, dict[str, int]] = {
     "data=2,tensor=2": {"data": 2, "tensor": 2},
-    "tensor=2,data=2": {"tensor": 2, "data": 2},
     "data=4": {"data": 4},
     "tensor=4": {"data": 1, "tensor": 4},
     "i=1,j=2,l=2": {"i": 1, "j": 2, "l": 2},
@@ -48,9 +47,8 @@ LAYOUTS = (
     Layout("data=2,tensor=2", "tensor-all-reduce"),
     Layout("data=2,tensor=2", "sequence-parallel", _stored("parameters")),
     Layout("data=2,tensor=2", "sequence-parallel", RECOMPUTED),
-    Layout("tensor=2,data=2", "sequence-parallel"),
-    Layout("tensor=2,data=2", "sequence-parallel-async"),
-    Layout("tensor=2,data=2", "tensor-all-reduce"),
+    Layout("data=2,tensor=2", "sequence-parallel-async", RECOMPUTED),
+    Layout("data=2,tensor=2", "tensor-all-reduce", _stored("gradients")),
     Layout("data=4", "replicate"),
     Layout("data=4", "replicate", _stored("optimizer")),
     Layout("data=4", "replicate", _stored("gradients")),
@@ -59,6 +57,7 @@ LAYOUTS = (
     Layout("tensor=4", "sequence-parallel"),
     Layout("tensor=4", "sequence-parallel-async"),
     Layout("tensor=4", "tensor-all-reduce"),
+    Layout("tensor=4", "sequence-parallel-ring"),
     Layout("i=1,j=2,l=2", "grid-scatter"),
     Layout("i=1,j=2,l=2", "grid-reduce"),
     Layout("i=2,j=2,l=1", "grid-scatter"),

@@ -144,10 +144,14 @@ def test_a_group_over_two_axes_takes_both_streams():
     assert (found.seconds, found.stood, found.exposed) == (10, 9, {"x": 5, "y": 9})
 
 
-def test_beside_compute_it_may_be_slower():
+def test_beside_compute_both_may_be_slower():
     entry = Measured(kind="all_gather", ranks=2, hosts=1, latency=0, bandwidth=1, beside=2)
     found = timeline([begin(4), op(4), wait(), op(1)], machine([entry]))
-    assert (found.seconds, found.exposed, found.busy) == (7, {"x": 2}, {"x": 6})  # half of it in four seconds
+    assert (found.seconds, found.compute, found.exposed, found.busy) == (9, 9, {"x": 0}, {"x": 8})  # at half speed each
+    short = timeline([begin(2), op(4), wait(), op(1)], machine([entry]))
+    assert (short.seconds, short.compute, short.busy) == (7, 7, {"x": 4})
+    long = timeline([begin(4), op(2), wait(), op(1)], machine([entry]))
+    assert (long.seconds, long.compute, long.exposed) == (7, 5, {"x": 2})
     assert timeline([op(4), begin(4, mode="blocking")], machine([entry])).seconds == 8
 
 
@@ -221,7 +225,8 @@ def test_overlap_never_costs_and_no_stream_is_busy_longer_than_the_step(events, 
         [dataclasses.replace(e, mode="blocking") if isinstance(e, Collective) else e for e in events], here
     )
     assert found.seconds <= blocking.seconds * (1 + 1e-12)
-    assert found.compute == blocking.compute == sum(e.shapes[0][0] for e in events if isinstance(e, Op))
+    assert blocking.compute == sum(e.shapes[0][0] for e in events if isinstance(e, Op))
+    assert found.compute == blocking.compute or (slowed and found.compute > blocking.compute)
     for line in (found, blocking):
         assert line.seconds * (1 + 1e-12) >= max(line.compute, *line.busy.values())
         assert sum(line.phases.values()) == pytest.approx(line.seconds, rel=1e-12)

@@ -14,8 +14,8 @@ from shardwright.cluster import Product
 from shardwright.planner.stopwatch import Stopwatch
 
 ELEMENTS = {"cpu": 2**21, "cuda": 2**28}
-"""Elements of the large tensors, by kind of device: more than a rank's share of the caches, but on processors not so many
-that each result would be fresh pages of the system, which activations are not.
+"""Elements of the large tensors, by kind of device: more than a rank's share of the caches, but on processors not so
+many that each result would be fresh pages of the system, which activations are not.
 """
 
 
