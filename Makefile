@@ -1,7 +1,7 @@
 # make demo: the whole job on this machine.  make test: the tests.  make test-all: also those that repeat a quicker one on
 # more ranks.  make lint, make types: what CI checks besides.
-# make bench-linear, bench-grid, bench-sharding, bench-planner: step time, bytes on the wire and memory over slow links (as root;
-# docs/benchmarks.md).
+# make bench-linear, bench-grid, bench-sharding: step time, bytes on the wire and memory over slow links (as root;
+# docs/benchmarks.md).  make bench-planner: step times predicted and measured.
 # make fuzz: FUZZ random products on real ranks against dense float64.
 # Each target makes the virtual environment it needs; it is installed again only when pyproject.toml changes.
 

@@ -22,7 +22,7 @@ from shardwright.planner.profile import Effort
 from shardwright.planner.stopwatch import Stopwatch
 from test_cli import refused
 
-TINY = Effort(messages=(2**10, 2**14, 2**18), sizes=(16, 64), limit=64**3, beside=64, repetitions=2)
+TINY = Effort(messages=(2**10, 2**14, 2**18), sizes=(16, 64), limit=64**3, beside=64, repetitions=1, least=1e-3)
 SIZES = [2**power for power in range(10, 24)]
 
 
@@ -193,7 +193,9 @@ def test_profile_refuses_bad_input(given, words, tmp_path, one_rank):
 
 def test_profile_of_one_rank_writes_a_cluster_without_links(tmp_path, one_rank):
     path = tmp_path / "cluster.yaml"
-    command = [sys.executable, "-m", "shardwright", "profile", "--quick", "--dtype", "bf16", "-o", str(path)]
+    less = "profile.Effort.of = lambda *_: profile.Effort((2**10,), (16,), 2**20, 16, 1, 1e-3)"
+    program = f"from shardwright.cli import app; from shardwright.planner import profile; {less}; app()"
+    command = [sys.executable, "-c", program, "profile", "--dtype", "bf16", "-o", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

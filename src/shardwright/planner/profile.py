@@ -43,7 +43,8 @@ class Effort:
     """How much is measured.
 
     messages: bytes to send, smallest first. sizes: of m, n and k; limit: the most multiplications of a product.
-    beside: m = n = k of the product that runs beside collectives. repetitions: of each measurement, an odd number.
+    beside: m = n = k of the product that runs beside collectives. repetitions: of each measurement, an odd number;
+    least: seconds of each.
     """
 
     messages: tuple[int, ...]
@@ -51,6 +52,7 @@ class Effort:
     limit: int
     beside: int
     repetitions: int
+    least: float = 0.02
 
     @classmethod
     def of(cls, device: str, quick: bool) -> Effort:
@@ -104,7 +106,7 @@ def measure(mesh: DeviceMesh, per_host: int, dtypes: Sequence[str], effort: Effo
     """What was found with the ranks of ``mesh``, ``per_host`` in a row on each host; on every rank the same."""
     assert mesh.mesh_dim_names is not None
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-    watch = Stopwatch(device, effort.repetitions)
+    watch = Stopwatch(device, effort.repetitions, effort.least)
     groups = list(shapes(sizes, per_host))
     grid = list(products.shapes(effort.sizes, effort.limit))
     total = len(groups) * len(collectives.MESSAGES) + len(grid) * len(dtypes) + 2

@@ -15,24 +15,27 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-LEAST_SECONDS, MOST_CALLS = 0.02, 200
-"""A repetition is so many calls in a row that it lasts about this long: where ranks share a processor, each gets it for
-some milliseconds, and what is shorter would not see the others.
-"""
+MOST_CALLS = 200
+"""In a row, of one repetition."""
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Times work of this process on ``device``, ``repetitions`` times each."""
+    """Times work of this process on ``device``, ``repetitions`` times each.
+
+    least: a repetition is so many calls in a row that it lasts about so many seconds. Where ranks share a processor,
+    each gets it for some milliseconds, and what is shorter would not see the others.
+    """
 
     device: torch.device
     repetitions: int
+    least: float = 0.02
 
     def seconds(self, work: Callable[[], object]) -> float:
         """One call of ``work``, which all ranks do at the same time."""
         work()
         (alone,) = self._slowest([self._once(work, 1)])
-        count = max(1, min(MOST_CALLS, math.ceil(LEAST_SECONDS / alone)))
+        count = max(1, min(MOST_CALLS, math.ceil(self.least / alone)))
         return statistics.median(self._slowest([self._once(work, count) for _ in range(self.repetitions)]))
 
     def _slowest(self, seconds: list[float]) -> list[float]:
