@@ -57,6 +57,13 @@ def test_a_fit_is_exact_where_one_measurement_is_wrong(latency, bandwidth, slowe
     assert line.residual < 1e-6
 
 
+def test_a_fit_sees_a_slow_link_behind_a_buffer():
+    """Until 256 KiB are sent the link seems to have no limit."""
+    sizes = Effort.of("cpu", quick=True).messages
+    line = fit(sizes, [4e-3 + max(0, size - 2**18) / 125e6 for size in sizes])
+    assert line.seconds(2**22) == pytest.approx(4e-3 + 2**22 / 125e6, rel=0.25)
+
+
 def test_a_fit_stays_within_what_can_be():
     assert fit([1000], [2.0]).seconds(1000) == pytest.approx(2.0)
     assert fit([10, 100, 1000], [1.0, 1.0, 1.0]).bandwidth == NO_LIMIT  # no growth

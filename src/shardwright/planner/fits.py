@@ -1,7 +1,8 @@
 """The line seconds = latency + sent / bandwidth that lies nearest to measurements of which some are wrong.
 
 Nearest is the least sum of relative distances |1 − line / measured|: sizes from a KiB to MiB weigh alike, and a
-measurement that something else slowed down, however much, counts as 1 at most. Such a line can be found among those
+measurement that something else slowed down, however much, counts as 1 at most (so several large messages are needed:
+one that a line through small ones misses would count as such). Such a line can be found among those
 through two of the points (or through one and a bound of what it may be), so all of these are tried.
 """
 

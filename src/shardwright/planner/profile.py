@@ -57,7 +57,9 @@ class Effort:
     @classmethod
     def of(cls, device: str, quick: bool) -> Effort:
         """For a kind of device (cpu, cuda)."""
-        messages = (2**10, 2**14, 2**17, 2**19, 2**21) if quick else tuple(4**power for power in range(5, 12))
+        # More of the large ones: they tell the bandwidth, and take most of a step.
+        fewest = (2**10, 2**14, 2**18, 2**20, 2**21, 2**22)
+        messages = fewest if quick else tuple(sorted((*fewest, 2**12, 2**16, 2**19, 2**23)))
         repetitions = 3 if quick else 5
         if device == "cuda":
             large = (256, 2048, 8192) if quick else (128, 512, 2048, 8192, 16384)
