@@ -183,7 +183,14 @@ COLLECTIVES = [  # backend, kind, axes, size, sent, seconds by hand
     ("gloo", "reduce_scatter", ("b", "a"), 4096, 3072, ONE + FAR + 2048 / 2**18),
     ("gloo", "all_to_all", ("a", "b"), 4096, 3072, ONE + FAR + 2048 / 2**18),
     ("gloo", "all_reduce", ("b",), 1024, 1024, 2 * ONE + 1024 / 2**20),
-    ("gloo", "all_reduce", ("a", "b"), 2048, 3072, 2 * (ONE + FAR) + 3072 / 2**18),  # a ring: its border sends all
+    (
+        "gloo",
+        "all_reduce",
+        ("a", "b"),
+        2048,
+        3072,
+        2 * (ONE + FAR) + 1536 / 2**18,
+    ),  # a ring: its border sends all, on two shares
     ("nccl", "all_gather", ("b",), 2048, 1024, ONE + 1024 / 2**20),
     ("nccl", "all_gather", ("a", "b"), 4096, 3072, ONE + FAR + 1024 / 2**18),  # (h-1)/h · F over two cards
     ("nccl", "all_reduce", ("a", "b"), 4096, 6144, 2 * (ONE + FAR) + 2048 / 2**18),
@@ -206,7 +213,8 @@ def test_a_ring_sends_everything_over_the_slowest_link_a_hop_a_message():
     for backend in ("gloo", "nccl"):
         here = machine(backend=backend)
         assert here.ring("all_gather", ("b",), 2048, 1024, 2) == 2 * ONE + 1024 / 2**20
-        assert here.ring("reduce_scatter", ("a", "b"), 4096, 3072, 3) == 3 * FAR + 3072 / 2**18
+        share = 2 if backend == "gloo" else 1  # two ranks of a host share its card
+        assert here.ring("reduce_scatter", ("a", "b"), 4096, 3072, 3) == 3 * FAR + 3072 / share / 2**18
 
 
 def test_messages_pay_a_latency_each():
