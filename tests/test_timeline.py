@@ -273,7 +273,8 @@ def test_modes_of_a_tiny_llama(rehearsed):
         assert set(line.phases) == {"forward", "loss", "backward", "step"}
         assert line.seconds >= max(line.compute, *line.busy.values()), mode
         assert line.busy == pytest.approx(found[""].busy, rel=1e-6)
-    assert found[""].exposed["tensor"] == pytest.approx(found[""].busy["tensor"])
+    # what the store reduces overlaps in every mode: the small gradients of norms, over both axes
+    assert 0.99 * found[""].busy["tensor"] < found[""].exposed["tensor"] < found[""].busy["tensor"]
     for mode in ("-async", "-ring"):
         assert found[mode].exposed["tensor"] < 0.9 * found[""].exposed["tensor"]
         assert found[mode].seconds < found[""].seconds
