@@ -136,6 +136,7 @@ def test_attention_is_two_products_and_five_in_backward():
     shared, keys = (2, 2, 64, 32), (2, 4, 128, 32)
     assert here.operator(f"{name}.default", (q, shared, shared)) == one
     assert here.operator(f"{name}.default", (q, keys, keys)) == 4 * one  # twice the keys, and none known to be hidden
+    assert here.operator(f"{name}_backward.default", (q, q, keys, keys, q, lse)) == 10 * one
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -152,6 +153,8 @@ def test_how_groups_lie_over_hosts():
     assert here.spread(("p", "b")) == Spread(8, 2, 4, 4)
     odd = machine(mesh={"a": 2, "b": 3}, hosts=3, each=2)  # hosts 01 23 45, groups 012 345: the worst of each
     assert odd.spread(("b",)) == Spread(3, 2, 1, 2)
+    uneven = machine(mesh={"a": 3, "b": 4}, hosts=4, each=3)  # groups 3+1, 2+2, 1+3
+    assert uneven.spread(("b",)) == Spread(4, 2, 1, 3)
     with pytest.raises(sw.InputError, match="axes: found 'c'"):
         odd.spread(("c",))
 
@@ -205,8 +208,12 @@ def test_a_collective_by_hand(backend, kind, axes, size, sent, seconds):
 
 
 def test_the_link_within_a_host_can_be_the_slower_one():
-    fast = machine(backend="nccl", between=Link(latency=0, bandwidth=2**40))
+    between = Link(latency=0, bandwidth=2**40)
+    fast = machine(backend="nccl", between=between)
     assert fast.collective("all_gather", ("a", "b"), 4096, 3072) == ONE + 3072 / 2**20
+    assert machine(between=between).collective("all_gather", ("a", "b"), 4096, 3072) == ONE + 1024 / 2**20
+    for takes in (fast.collective, fast.ring):  # between two hosts with one member each, the other link carries nothing
+        assert takes("all_gather", ("a",), 2048, 1024, 1) == 1024 / 2**40
 
 
 def test_a_ring_sends_everything_over_the_slowest_link_a_hop_a_message():
@@ -229,6 +236,7 @@ def test_measured_collectives_go_before_the_links():
     entry = Measured(kind="all_gather", ranks=2, hosts=2, latency=1.0, bandwidth=512.0, beside=1.5)
     here = machine(measured=[entry])
     assert here.collective("all_gather", ("a",), 2048, 1024) == 1 + 2
+    assert here.collective("all_gather", ("a",), 2048, 1024, messages=3) == 3 + 2
     assert here.collective("all_gather", ("b",), 2048, 1024) == ONE + 1024 / 2**20
     assert here.collective("reduce_scatter", ("a",), 2048, 1024) == FAR + 1024 / 2**18
     assert here.beside("all_gather", ("a",)) == 1.5 and here.beside("all_gather", ("b",)) == 1

@@ -165,7 +165,7 @@ class _Clock:
         # Pieces that leave at once share one latency; those that follow each other pay it each.
         messages = 1 if operation.leaves_at_once(self._machine.backend) else count
         seconds = takes(event.kind, event.axes, event.size, event.sent, messages)
-        slow = 1.0 if operation.blocking else self._machine.beside(event.kind, event.axes)
+        slow = self._machine.beside(event.kind, event.axes)
         operation.pieces = [_Piece(operation, seconds / count, slow) for _ in range(count)]
 
     def _launch(self, operation: _Operation) -> None:
