@@ -50,7 +50,7 @@ def test_import_loads_no_third_party_package() -> None:
     assert modules_after("import shardwright") - sys.stdlib_module_names == {"shardwright"}
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["train"], ["rehearse"], ["schema"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["train"], ["profile"], ["rehearse"], ["schema"]])
 def test_help_loads_neither_torch_nor_transformers(command: list[str]) -> None:
     loaded = modules_after(f"from shardwright.cli import app; app({[*command, '--help']!r})")
     assert "typer" in loaded

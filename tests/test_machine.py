@@ -136,6 +136,7 @@ def test_attention_is_two_products_and_five_in_backward():
     shared, keys = (2, 2, 64, 32), (2, 4, 128, 32)
     assert here.operator(f"{name}.default", (q, shared, shared)) == one
     assert here.operator(f"{name}.default", (q, keys, keys)) == 4 * one  # twice the keys, and none known to be hidden
+    assert here.operator(f"{name}_backward.default", (q, q, keys, keys, q, lse)) == 10 * one
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -152,6 +153,8 @@ def test_how_groups_lie_over_hosts():
     assert here.spread(("p", "b")) == Spread(8, 2, 4, 4)
     odd = machine(mesh={"a": 2, "b": 3}, hosts=3, each=2)  # hosts 01 23 45, groups 012 345: the worst of each
     assert odd.spread(("b",)) == Spread(3, 2, 1, 2)
+    uneven = machine(mesh={"a": 3, "b": 4}, hosts=4, each=3)  # groups 3+1, 2+2, 1+3
+    assert uneven.spread(("b",)) == Spread(4, 2, 1, 3)
     with pytest.raises(sw.InputError, match="axes: found 'c'"):
         odd.spread(("c",))
 
@@ -183,7 +186,14 @@ COLLECTIVES = [  # backend, kind, axes, size, sent, seconds by hand
     ("gloo", "reduce_scatter", ("b", "a"), 4096, 3072, ONE + FAR + 2048 / 2**18),
     ("gloo", "all_to_all", ("a", "b"), 4096, 3072, ONE + FAR + 2048 / 2**18),
     ("gloo", "all_reduce", ("b",), 1024, 1024, 2 * ONE + 1024 / 2**20),
-    ("gloo", "all_reduce", ("a", "b"), 2048, 3072, 2 * (ONE + FAR) + 3072 / 2**18),  # a ring: its border sends all
+    (
+        "gloo",
+        "all_reduce",
+        ("a", "b"),
+        2048,
+        3072,
+        2 * (ONE + FAR) + 1536 / 2**18,
+    ),  # a ring: its border sends all, on two shares
     ("nccl", "all_gather", ("b",), 2048, 1024, ONE + 1024 / 2**20),
     ("nccl", "all_gather", ("a", "b"), 4096, 3072, ONE + FAR + 1024 / 2**18),  # (h-1)/h · F over two cards
     ("nccl", "all_reduce", ("a", "b"), 4096, 6144, 2 * (ONE + FAR) + 2048 / 2**18),
@@ -198,15 +208,20 @@ def test_a_collective_by_hand(backend, kind, axes, size, sent, seconds):
 
 
 def test_the_link_within_a_host_can_be_the_slower_one():
-    fast = machine(backend="nccl", between=Link(latency=0, bandwidth=2**40))
+    between = Link(latency=0, bandwidth=2**40)
+    fast = machine(backend="nccl", between=between)
     assert fast.collective("all_gather", ("a", "b"), 4096, 3072) == ONE + 3072 / 2**20
+    assert machine(between=between).collective("all_gather", ("a", "b"), 4096, 3072) == ONE + 1024 / 2**20
+    for takes in (fast.collective, fast.ring):  # between two hosts with one member each, the other link carries nothing
+        assert takes("all_gather", ("a",), 2048, 1024, 1) == 1024 / 2**40
 
 
 def test_a_ring_sends_everything_over_the_slowest_link_a_hop_a_message():
     for backend in ("gloo", "nccl"):
         here = machine(backend=backend)
         assert here.ring("all_gather", ("b",), 2048, 1024, 2) == 2 * ONE + 1024 / 2**20
-        assert here.ring("reduce_scatter", ("a", "b"), 4096, 3072, 3) == 3 * FAR + 3072 / 2**18
+        share = 2 if backend == "gloo" else 1  # two ranks of a host share its card
+        assert here.ring("reduce_scatter", ("a", "b"), 4096, 3072, 3) == 3 * FAR + 3072 / share / 2**18
 
 
 def test_messages_pay_a_latency_each():
@@ -221,6 +236,7 @@ def test_measured_collectives_go_before_the_links():
     entry = Measured(kind="all_gather", ranks=2, hosts=2, latency=1.0, bandwidth=512.0, beside=1.5)
     here = machine(measured=[entry])
     assert here.collective("all_gather", ("a",), 2048, 1024) == 1 + 2
+    assert here.collective("all_gather", ("a",), 2048, 1024, messages=3) == 3 + 2
     assert here.collective("all_gather", ("b",), 2048, 1024) == ONE + 1024 / 2**20
     assert here.collective("reduce_scatter", ("a",), 2048, 1024) == FAR + 1024 / 2**18
     assert here.beside("all_gather", ("a",)) == 1.5 and here.beside("all_gather", ("b",)) == 1

@@ -101,16 +101,24 @@ def test_a_direct_reduce_scatter_has_two_pieces_under_way():
     assert timeline(events, machine(mesh=mesh, backend="nccl")).seconds == 5 + 2 + 2
 
 
+def test_pieces_of_a_gather_leave_together():
+    late = wait(("q",))
+    events = [Collective(1, "forward", "m", "all_gather", ("q",), (0, 1, 2, 3), 8, 6, "async"), op(7), *[late] * 3]
+    assert timeline(events, machine(mesh={"q": 4})).seconds == 7
+
+
 def test_it_begins_at_its_first_send():
     events = [begin(4, kind="reduce_scatter"), op(3), SEND, SEND, op(2), wait(kind="reduce_scatter")]
     assert timeline(events, machine()).seconds == 7
     assert timeline([event for event in events if event != SEND], machine()).seconds == 5
+    assert timeline([begin(4), op(3), wait(), op(1), SEND], machine()).seconds == 5  # not one after its wait
 
 
 def test_the_collective_logged_last_sends_first():
     """A ring's backward: the sum is logged, then the gather, which sends before the first share is formed."""
     scatter, gather = begin(4, kind="reduce_scatter", mode="ring"), begin(2, ("y",), mode="ring")
-    events = [scatter, gather, SEND, op(1), op(1), SEND, wait(("y",)), op(1), wait(kind="reduce_scatter")]
+    view = Op(1, "forward", "m", "aten.slice.Tensor", ((4, 4),))
+    events = [scatter, gather, SEND, view, SEND, op(1), op(1), SEND, wait(("y",)), op(1), wait(kind="reduce_scatter")]
     found = timeline(events, machine())
     assert [span for span in found.spans if span.stream != COMPUTE] == [
         Span("y", "all_gather", "m", 0, 2),
@@ -119,9 +127,9 @@ def test_the_collective_logged_last_sends_first():
 
 
 def test_a_blocking_collective_claims_its_own_sends():
-    events = [begin(4), op(1), SEND, op(1), begin(1, ("y",), "blocking", "all_reduce"), SEND, op(1), wait()]
+    events = [begin(4), begin(1, ("y",), "blocking", "all_reduce"), SEND, op(1), SEND, wait()]
     found = timeline(events, machine())
-    assert Span("x", "all_gather", "m", 1, 5) in found.spans and found.seconds == 5
+    assert Span("x", "all_gather", "m", 2, 6) in found.spans and found.seconds == 6
 
 
 def test_streams_of_two_axes_run_together_and_one_stream_in_order():
@@ -144,10 +152,14 @@ def test_a_group_over_two_axes_takes_both_streams():
     assert (found.seconds, found.stood, found.exposed) == (10, 9, {"x": 5, "y": 9})
 
 
-def test_beside_compute_it_may_be_slower():
+def test_beside_compute_both_may_be_slower():
     entry = Measured(kind="all_gather", ranks=2, hosts=1, latency=0, bandwidth=1, beside=2)
     found = timeline([begin(4), op(4), wait(), op(1)], machine([entry]))
-    assert (found.seconds, found.exposed, found.busy) == (7, {"x": 2}, {"x": 6})  # half of it in four seconds
+    assert (found.seconds, found.compute, found.exposed, found.busy) == (9, 9, {"x": 0}, {"x": 8})  # at half speed each
+    short = timeline([begin(2), op(4), wait(), op(1)], machine([entry]))
+    assert (short.seconds, short.compute, short.busy) == (7, 7, {"x": 4})
+    long = timeline([begin(4), op(2), wait(), op(1)], machine([entry]))
+    assert (long.seconds, long.compute, long.exposed) == (7, 5, {"x": 2})
     assert timeline([op(4), begin(4, mode="blocking")], machine([entry])).seconds == 8
 
 
@@ -162,11 +174,11 @@ def test_what_is_never_waited_for_is_there_at_the_end():
 
 def test_waits_of_one_name_are_dealt_out():
     """Three gathers of a site's dYs, whose first halves are awaited, then the second ones; then the name again."""
-    events = [*[begin(2)] * 3, *[wait()] * 3, op(1), *[wait()] * 3]
+    events = [*[begin(2)] * 3, *[wait()] * 3, op(1), *[wait()] * 3, op(2)]
     found = timeline(events, machine())
-    assert found.seconds == 6 + 0 and found.exposed == {"x": 5}  # the third one's first half is there at 5
-    again = timeline([*events, begin(2), wait()], machine())
-    assert again.seconds == 8
+    assert (found.seconds, found.exposed) == (8, {"x": 5})  # the third one's first half is there at 5
+    again = timeline([begin(2), wait(), wait(), begin(4), wait(), op(5)], machine())
+    assert again.seconds == 11
 
 
 def test_pieces_that_follow_each_other_pay_their_latency():
@@ -221,7 +233,8 @@ def test_overlap_never_costs_and_no_stream_is_busy_longer_than_the_step(events, 
         [dataclasses.replace(e, mode="blocking") if isinstance(e, Collective) else e for e in events], here
     )
     assert found.seconds <= blocking.seconds * (1 + 1e-12)
-    assert found.compute == blocking.compute == sum(e.shapes[0][0] for e in events if isinstance(e, Op))
+    assert blocking.compute == sum(e.shapes[0][0] for e in events if isinstance(e, Op))
+    assert found.compute == blocking.compute or (slowed and found.compute > blocking.compute)
     for line in (found, blocking):
         assert line.seconds * (1 + 1e-12) >= max(line.compute, *line.busy.values())
         assert sum(line.phases.values()) == pytest.approx(line.seconds, rel=1e-12)
@@ -265,7 +278,8 @@ def test_modes_of_a_tiny_llama(rehearsed):
         assert set(line.phases) == {"forward", "loss", "backward", "step"}
         assert line.seconds >= max(line.compute, *line.busy.values()), mode
         assert line.busy == pytest.approx(found[""].busy, rel=1e-6)
-    assert found[""].exposed["tensor"] == pytest.approx(found[""].busy["tensor"])
+    # what the store reduces overlaps in every mode: the small gradients of norms, over both axes
+    assert 0.99 * found[""].busy["tensor"] < found[""].exposed["tensor"] < found[""].busy["tensor"]
     for mode in ("-async", "-ring"):
         assert found[mode].exposed["tensor"] < 0.9 * found[""].exposed["tensor"]
         assert found[mode].seconds < found[""].seconds

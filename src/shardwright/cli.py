@@ -100,6 +100,29 @@ def train(run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run 
 
 
 @app.command()
+def profile(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="CLUSTER.yaml", help="The cluster file to write.")],
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="AXES", help="Measure groups of this mesh, such as data=2,tensor=4; default: every size."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help="Products of this element type, several times for more: bf16, fp32, …"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repetitions.")] = False,
+) -> None:
+    """Measure links and products, as one rank of those that torch's launcher starts, and write a cluster file.
+
+    python -m torch.distributed.run --nproc-per-node N -m shardwright profile -o CLUSTER.yaml
+    """
+    with exit_status():
+        from shardwright.planner.profile import profile as measure
+
+        measure(output, mesh, [DTYPES.get(name, name) for name in dtype or []], quick)
+
+
+@app.command()
 def rehearse(
     source: Annotated[Path, typer.Argument(metavar="PLAN.yaml|CONFIG.json", help="A plan, or a model's config.")],
     layout: Annotated[str | None, typer.Option(metavar="NAME", help="Layout of every site (config only).")] = None,

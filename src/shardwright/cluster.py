@@ -84,7 +84,9 @@ class Measured(BaseModel):
     latency: float = Field(ge=0, description="seconds for a message without bytes")
     bandwidth: float = Field(gt=0, description="bytes per second that one rank sends")
     beside: float = Field(
-        default=1.0, ge=1, description="times as long beside a product, a ratio without a unit; 1: not slowed down"
+        default=1.0,
+        ge=1,
+        description="times as long, it and a product, while both run, a ratio without a unit; 1: not slowed down",
     )
     residual: float = Field(
         default=0.0, ge=0, description="median distance of a measurement from the fit, a ratio without a unit"

@@ -15,12 +15,14 @@ ranks, the fewest on a host being l:
 |----------------------------------------------------|-----------------|-----------------------|
 | nccl: all_gather, reduce_scatter, all_reduce       | M (0 if l = 1)  | M·(n−l)/(n−1)/l       |
 | sends to every other rank: nccl's all_to_all, gloo | M·(l−1)/(n−1)   | M·(n−l)/(n−1)         |
-| round a ring: gloo's all_reduce, mode ring         | M (0 if l = 1)  | M (0 in one host)     |
-| broadcast                                          | M (0 if l = 1)  | M (0 in one host)     |
+| nccl: mode ring, broadcast                         | M (0 if l = 1)  | M (0 in one host)     |
+| gloo: mode ring, all_reduce, broadcast             | M (0 if l = 1)  | M/l' (0 in one host)  |
 
 nccl's first line is its rings, one through each of a host's l devices and its own network card: each card carries a
-1/l of what leaves the host. Latency is that of a tree: ⌈log₂ hosts⌉ hops between hosts, ⌈log₂ l'⌉ within (l' the most
-on one host), for small and large messages alike; an all_reduce goes up and down, a ring's message is one hop.
+1/l of what leaves the host. On gloo the ranks of a host share one card. A ring crosses it once for the l' ranks of the
+host (l' the most on one), so the rank at the border has the shares of all. Latency is that of a tree: ⌈log₂ hosts⌉ hops
+between hosts, ⌈log₂ l'⌉ within, for small and large messages alike; an all_reduce goes up and down, a ring's message is
+one hop.
 """
 
 from __future__ import annotations
@@ -162,7 +164,7 @@ class Machine:
             return 0.0
         moved = _moved(kind, size, sent, spread.ranks)
         slowest = self._between() if spread.hosts > 1 else self._links.within_host
-        return messages * slowest.latency + self._travel(moved, spread, *_around(spread))
+        return messages * slowest.latency + self._travel(moved, spread, *self._around(spread))
 
     def latency(self, axes: Iterable[str]) -> float:
         """Seconds that a message without bytes takes to reach every rank of the group over ``axes``."""
@@ -219,10 +221,15 @@ class Machine:
         n, here = spread.ranks, spread.fewest
         away = (n - here) / (n - 1)
         if kind == "broadcast" or (kind == "all_reduce" and self.backend == "gloo"):
-            return _around(spread)
+            return self._around(spread)
         if kind == "all_to_all" or self.backend == "gloo":
             return (here - 1) / (n - 1), away
         return float(here > 1), away / here
+
+    def _around(self, spread: Spread) -> tuple[float, float]:
+        """A ring leaves a host once; where its ranks share a card (gloo), that rank has the shares of all."""
+        between = 1 / spread.most if self.backend == "gloo" else 1.0
+        return float(spread.fewest > 1 or spread.hosts == 1), between if spread.hosts > 1 else 0.0
 
     def _travel(self, moved: int, spread: Spread, within: float, between: float) -> float:
         """Seconds for ``moved`` bytes, these shares of it on either link, both at once."""
@@ -235,10 +242,6 @@ def _moved(kind: str, size: int, sent: int, ranks: int) -> int:
     if kind in ("all_gather", "reduce_scatter"):
         return max(sent, size * (ranks - 1) // ranks)
     return size if kind == "broadcast" else sent
-
-
-def _around(spread: Spread) -> tuple[float, float]:
-    return float(spread.fewest > 1 or spread.hosts == 1), float(spread.hosts > 1)
 
 
 def _hops(ends: int) -> int:

@@ -14,7 +14,8 @@ Under way together are all pieces of a gather that does not go round a ring, two
 send is the first of c10d's operators after the event that no collective logged later claims (a sum round a ring is
 logged before its first share is formed); without one it is the event itself.
 
-Beside compute, a collective that was measured there is slower by the factor ``beside``; while compute stands it is not.
+Where a collective was measured beside products, it and compute are both slower by the factor ``beside`` for as long as
+both run; while compute stands the collective is not.
 What is never waited for is there at the end. Overlap of the host with devices and allocator stalls are no part of this.
 """
 
@@ -108,7 +109,7 @@ class _Operation:
 
 @dataclass(eq=False)
 class _Piece:
-    """A part of a collective. left: seconds that it still takes; slow: how many times as long beside compute."""
+    """A part of a collective. left: seconds that it still takes alone; slow: how many times as long beside compute."""
 
     operation: _Operation
     left: float
@@ -168,7 +169,7 @@ class _Clock:
         # Pieces that leave at once share one latency; those that follow each other pay it each.
         messages = 1 if operation.leaves_at_once(self._machine.backend) else count
         seconds = takes(event.kind, event.axes, event.size, event.sent, messages)
-        slow = 1.0 if operation.blocking else self._machine.beside(event.kind, event.axes)
+        slow = self._machine.beside(event.kind, event.axes)
         operation.pieces = [_Piece(operation, seconds / count, slow) for _ in range(count)]
 
     def _launch(self, operation: _Operation) -> None:
@@ -182,7 +183,7 @@ class _Clock:
         if seconds:
             start = self._now
             self._pass(seconds, computing=True)
-            self._compute += seconds
+            self._compute += self._now - start
             self._spans.append(Span(COMPUTE, event.name, event.module, start, self._now))
 
     def _wait(self, operation: _Operation) -> None:
@@ -219,27 +220,30 @@ class _Clock:
         return heads
 
     def _pass(self, seconds: float, computing: bool) -> None:
-        """Time goes on by ``seconds``, and with it what is under way."""
-        end, left = self._now + seconds, seconds
+        """So many seconds of compute (or of standing) are done, and with them what is under way.
+
+        Together with collectives compute takes longer: all are slowed down alike, by the slowest's factor.
+        """
         while self._under_way:
             moving = self._moving()
-            needs = {piece: piece.left * (piece.slow if computing else 1.0) for piece in moving}
-            least = min(needs.values())
-            until = min(least, left)
+            slow = max(piece.slow for piece in moving) if computing else 1.0
+            least = min(piece.left for piece in moving)
+            done = min(least, seconds)
             for piece in moving:
                 if piece.start is None:
                     piece.start = self._now
-                piece.left -= until / (piece.slow if computing else 1.0)
                 for axis in piece.axes:
-                    self._busy[axis] += until
-            if least > left:
-                break
-            self._now += least
-            left -= least
+                    self._busy[axis] += done * slow
+            self._now += done * slow
+            seconds -= done
             for piece in moving:
-                if needs[piece] == least:
+                if piece.left == done:
                     self._end(piece)
-        self._now = end
+                else:
+                    piece.left -= done
+            if least > done:
+                break
+        self._now += seconds
 
     def _end(self, piece: _Piece) -> None:
         piece.done, piece.left = True, 0.0

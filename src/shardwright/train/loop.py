@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright import mesh as mesh_math
 from shardwright._errors import InputError
+from shardwright._launched import POLL_SECONDS, Place, refuse
 from shardwright._plan import Plan
 from shardwright.train.data import TokenStream, encode_documents, load_tokenizer
 from shardwright.train.metrics import MetricsWriter, Writer, forget_metrics_after, step_metrics
@@ -41,14 +38,8 @@ if TYPE_CHECKING:
 RECORDED_STEPS = 2
 """Steps that a recording covers: the moments of the optimizer appear in the first."""
 
-REFUSAL_SECONDS = 30.0
-"""How long a rank that refuses its input waits for the others to refuse it too."""
-
 RESUME = "shardwright/resume"
 """Where the ranks' store tells from which checkpoint they continue; empty: from the beginning."""
-
-POLL_SECONDS = 0.02
-"""How often a rank that waits for the others asks the store."""
 
 METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 TOKENS, EVALUATION_TOKENS = "tokens.npy", "evaluation-tokens.npy"
@@ -77,30 +68,10 @@ def data_place(plan: Plan, rank: int) -> tuple[int, int]:
     return index, size
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands, as the launcher tells it: rank and world over all machines, local on this one."""
-
-    rank: int
-    world: int
-    local: int
-
-    @classmethod
-    def from_environment(cls, run_path: Path) -> Place:
-        """InputError, with the command that starts the ranks, where no launcher set the environment."""
-        try:
-            return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
-        except (KeyError, ValueError):
-            raise InputError(
-                "train: found no RANK, WORLD_SIZE and LOCAL_RANK in the environment; allowed: python -m "
-                f"torch.distributed.run --nproc-per-node N -m shardwright train {run_path}"
-            ) from None
-
-
 def train(run_path: Path | str) -> None:
     """Trains what ``run_path`` says, on this rank among the launcher's. Exits with 2 on bad input."""
     run_path = Path(run_path)
-    place = Place.from_environment(run_path)
+    place = Place.from_environment(f"train {run_path}")
 
     from torch.distributed import destroy_process_group, is_initialized
     from torch.distributed.rendezvous import rendezvous
@@ -109,22 +80,9 @@ def train(run_path: Path | str) -> None:
     try:
         _train(run_path, place, store)
     except InputError as error:
-        _refuse(error, place, store)
+        refuse(error, place, store)
     if is_initialized():
         destroy_process_group()
-
-
-def _refuse(error: InputError, place: Place, store: Store) -> None:
-    """Ends this rank with 2, not before every rank refuses: the launcher ends the others when the first has exited."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if place.rank == 0:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
-    deadline = time.monotonic() + REFUSAL_SECONDS
-    refused = store.add("shardwright/refused", 1)
-    while refused < place.world and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        refused = store.add("shardwright/refused", 0)
-    sys.exit(2)
 
 
 def _on_each_machine(work: Callable[[], None], place: Place, store: Store) -> None:

@@ -1,0 +1,62 @@
+"""What a launcher tells each rank that it starts, and how ranks that refuse their input end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from shardwright._errors import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+REFUSAL_SECONDS = 30.0
+"""How long a rank that refuses its input waits for the others to refuse it too."""
+
+POLL_SECONDS = 0.02
+"""How often a rank that waits for the others asks the store."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands, as the launcher tells it: rank and world over all hosts, local on this one.
+
+    local_world: ranks of this host; all of them where the launcher does not tell.
+    """
+
+    rank: int
+    world: int
+    local: int
+    local_world: int
+
+    @classmethod
+    def from_environment(cls, command: str) -> Place:
+        """InputError, with how to start the ranks, where no launcher set the environment.
+
+        command: what follows ``shardwright``, such as ``train RUN.yaml``.
+        """
+        try:
+            rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+            return cls(rank, world, local, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        except (KeyError, ValueError):
+            raise InputError(
+                f"{command.split()[0]}: found no RANK, WORLD_SIZE and LOCAL_RANK in the environment; allowed: "
+                f"python -m torch.distributed.run --nproc-per-node N -m shardwright {command}"
+            ) from None
+
+
+def refuse(error: InputError, place: Place, store: Store) -> NoReturn:
+    """Ends this rank with 2, not before every rank refuses: the launcher ends the others when the first has exited."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if place.rank == 0:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+    deadline = time.monotonic() + REFUSAL_SECONDS
+    refused = store.add("shardwright/refused", 1)
+    while refused < place.world and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        refused = store.add("shardwright/refused", 0)
+    sys.exit(2)
