@@ -20,14 +20,15 @@ KEEP = Mode("blocking", "gathered")
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one structure: ``seconds`` and ``memory`` (bytes) that its best plan needs at least; guess: a likely time.
+    """Of one structure: ``seconds`` and ``memory`` (bytes) that its best plan needs at least; beyond: a guess.
 
-    The guess adds what communication the features' axes cost to the products, and what the tokens' axes cost beyond.
+    beyond: seconds that a likely plan takes on top of its operators: what communication the features' axes cost, what the
+    tokens' axes cost beyond the products, and a third of the products of blocks that must be recomputed to fit.
     """
 
     seconds: float
     memory: int
-    guess: float
+    beyond: float
 
 
 def limits(
@@ -38,10 +39,11 @@ def limits(
     machine: Machine,
     dtype: str,
     stored: str,
+    budget: int,
 ) -> Limits:
     """The limits of a structure.
 
-    sites: of one micro-batch: the embedding, those of one block, the head. sizes: site → parameters of it.
+    sites: of one micro-batch: the embedding, those of one block, the head. sizes: site → parameters of it. budget: bytes.
     """
     mesh, element = structure.mesh, ITEMSIZE[dtype]
     place = dict.fromkeys(mesh, 0)
@@ -65,11 +67,10 @@ def limits(
     parameters = sum(sizes[site.name] * (blocks if site not in (sites[0], sites[-1]) else 1) for site in sites)
     tokens = _tokens(structure, parameters // structure.tensor * element, machine)
     most = max([products, tokens, *(seconds * structure.accumulation for seconds in busy.values())])
-    return Limits(
-        most,
-        _memory(structure, sites, blocks, parameters, element, ITEMSIZE[stored]),
-        products + features + max(0.0, tokens - products),
-    )
+    memory = _memory(structure, sites, blocks, parameters, element, ITEMSIZE[stored])
+    saved = blocks * _saved(structure, sites, element)
+    recomputed = min(1.0, max(0.0, memory + saved - budget) / saved) if saved else 0.0
+    return Limits(most, memory, features + max(0.0, tokens - products) + recomputed * products / 3)
 
 
 def _product(m: int, n: int, k: int, layout: object, mesh: Mapping[str, int], machine: Machine) -> float:
@@ -103,8 +104,14 @@ def _memory(
 ) -> int:
     local = parameters // structure.tensor
     shard = local // (structure.data if structure.level != "replicate" else 1)
-    whole = local * element if structure.level in ("optimizer", "gradients") else 0
+    whole = local * element if structure.level in ("optimizer", "gradients") or structure.keep else 0
     tokens = (
         sites[-1].m // (structure.replica * structure.data) // (structure.tensor if structure.stream == "split" else 1)
     )
     return 3 * shard * stored + whole + blocks * tokens * sites[-1].k * element
+
+
+def _saved(structure: Structure, sites: Sequence[Site], element: int) -> int:
+    """Roughly what a block saves that is not recomputed: what goes into its products and comes out of them."""
+    ranks = structure.replica * structure.data * structure.tensor
+    return sum((site.k + site.n) * site.m // ranks * element for site in sites[1:-1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shardwright.planner.search import Candidate, told
 from shardwright.planner.solve import Mix, fastest, leanest
@@ -55,10 +56,7 @@ def curve(candidates: Iterable[Candidate], most: int | None = None) -> tuple[Poi
 
 def knobs(points: Sequence[Point]) -> tuple[Knob, ...]:
     """What each step down the curve gives, most GiB per millisecond first."""
-    steps = [
-        Knob(above.peak - below.peak, below.seconds - above.seconds, below)
-        for above, below in zip(points, points[1:], strict=False)
-    ]
+    steps = [Knob(above.peak - below.peak, below.seconds - above.seconds, below) for above, below in pairwise(points)]
     return tuple(sorted(steps, key=lambda knob: -knob.gib_per_ms))
 
 

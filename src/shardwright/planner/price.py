@@ -94,19 +94,11 @@ def _top(passages: Sequence[Passage]) -> int:
 
 @dataclass(frozen=True)
 class Priced:
-    """A block's price, and the frame around the blocks that was rehearsed with it.
-
-    compute: seconds in which a block's operators run, and those of the frame without the optimizer's.
-    """
+    """A block's price, and the frame around the blocks that was rehearsed with it."""
 
     price: Price
     frame: Frame
     period: int
-    compute: tuple[float, float]
-
-    def floor(self, units: int) -> float:
-        """Seconds that the operators of the whole model take, the optimizer's excepted: no communication, no waiting."""
-        return self.compute[1] + units * self.compute[0]
 
 
 def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode, recompute: str) -> Priced:
@@ -158,17 +150,25 @@ def priced(
         _passages(unit.passing(pieces, 2, "backward", last), seconds),
         earlier,
     )
-    units = blocks // period
-    inside = _computing(trace, machine, [p for p in pieces if p.step == 2 and p.block in unit.blocks])
-    all_ = _computing(trace, machine, [p for p in pieces if p.step == 2 and p.phase != "step"])
-    frame = _frame(pieces, one.way(""), units, last, clock.seconds)
-    return Priced(one, frame, period, (inside, all_ - units * inside))
+    return Priced(one, _frame(pieces, one.way(""), blocks // period, last, clock.seconds), period)
 
 
-def _computing(trace: Trace, machine: Machine, pieces: Sequence[Piece]) -> float:
-    """Seconds of the operators of these pieces."""
-    events = (event for piece in pieces for event in trace.events[piece.first : piece.last])
-    return sum(machine.operator(event.name, event.shapes) for event in events if isinstance(event, Op))
+def floor(family: Family, config: Any, plan: Plan, machine: Machine) -> float:
+    """Seconds that a step's operators take, the optimizer's excepted: no communication, no waiting.
+
+    One step of two units of like blocks is rehearsed; the second one counts for all that are left out.
+    """
+    run = runs(kinds(family, config, plan))[0]
+    kept = min(2 * run.period, run.length)
+    trace = rehearse_few(family, config, plan, 0, 1, [replace(run, kept=kept, radius=0)])
+    second = tuple(f"{family.blocks}.{block}." for block in range(kept - run.period, kept))
+    all_ = once_more = 0.0
+    for event in trace.events:
+        if isinstance(event, Op) and event.phase != "step":
+            seconds = machine.operator(event.name, event.shapes)
+            all_ += seconds
+            once_more += seconds if event.module.startswith(second) else 0.0
+    return all_ + (run.length - kept) // run.period * once_more
 
 
 def _at(at: Sequence[float], end: float, index: int) -> float:

@@ -32,7 +32,7 @@ from shardwright.planner.classes import rank_classes
 from shardwright.planner.compose import Composed, Unit, compose
 from shardwright.planner.limits import Limits, limits
 from shardwright.planner.pieces import cut
-from shardwright.planner.price import Price, Priced, plan_of, price
+from shardwright.planner.price import Price, Priced, floor, plan_of, price
 from shardwright.planner.solve import Frame, Mix, Way, fastest, leanest
 from shardwright.planner.space import MODES, Mode, Structure, structures
 from shardwright.planner.stretch import kinds, rehearse_few, runs, shortened
@@ -208,13 +208,15 @@ def candidates_of(problem: Problem) -> list[Candidate]:
             sizes = {site.name: site.n * site.k for site in sites}
         machine = problem.machine(structure)
         stored = base.master_dtype or base.dtype
-        found.append(Candidate(structure, limits(structure, sites, blocks, sizes, machine, base.dtype, stored)))
+        found.append(
+            Candidate(structure, limits(structure, sites, blocks, sizes, machine, base.dtype, stored, problem.memory))
+        )
     if not found:
         raise InputError(
             f"batch: found {problem.batch} sequences on {problem.devices} devices; allowed: a multiple of the devices "
             "that are left when features are split as the heads allow"
         )
-    return sorted(found, key=lambda candidate: (candidate.limits.guess, candidate.limits.memory))
+    return sorted(found, key=_promise)
 
 
 def _distinct(problem: Problem, accumulation: int) -> list[Site]:
@@ -236,10 +238,10 @@ def _explore(
     tell(f"{len(candidates)} structures, {len(fitting)} of them within the budget by their parameters")
     looked_at: list[Candidate] = []
     left: list[Candidate] = []
-    best = float("inf")
+    best, halfway = float("inf"), (time.monotonic() + until) / 2
     for first in (True, False):  # the first that fits sets a mark; only what may beat it is worth a floor
         if not first:
-            chosen = _with_floors(problem, [each for each in chosen if each.limits.seconds < best], pool)
+            chosen = _with_floors(problem, [each for each in chosen if each.limits.seconds < best], pool, halfway, tell)
         for number, candidate in enumerate(chosen):
             if candidate.limits.seconds >= best or any(each.structure == candidate.structure for each in looked_at):
                 continue  # proven: no plan of it beats the best one
@@ -256,7 +258,9 @@ def _explore(
     return looked_at, [each for each in left if each.limits.seconds < best]
 
 
-def _with_floors(problem: Problem, candidates: Sequence[Candidate], pool: Executor) -> list[Candidate]:
+def _with_floors(
+    problem: Problem, candidates: Sequence[Candidate], pool: Executor, until: float, tell: Tell
+) -> list[Candidate]:
     """Candidates with what their operators alone take, most promising first; those that the runtime refuses are left out.
 
     The level and the axes that split storage change no operator but the optimizer's; more micro-batches cut the same work
@@ -264,22 +268,31 @@ def _with_floors(problem: Problem, candidates: Sequence[Candidate], pool: Execut
     products are not cut, shows a bound for all that share its features' axes and stream.
     """
     probes: dict[tuple[int, int, str], Structure] = {}
-    for structure in sorted((each.structure for each in candidates), key=lambda each: each.accumulation):
-        probes.setdefault(_kind(structure), structure)
-    tasks = [(problem, structure, MODES[0], "none") for structure in probes.values()]
-    floors = {
-        kind: priced.floor(problem.config.num_hidden_layers // priced.period)
-        for kind, priced in zip(probes, pool.map(_priced, tasks), strict=True)
-        if priced is not None
+    for each in sorted(candidates, key=lambda each: (each.structure.accumulation, _promise(each))):
+        probes.setdefault(_kind(each.structure), each.structure)
+    guesses = {kind: min(_promise(each) for each in candidates if _kind(each.structure) == kind) for kind in probes}
+    tasks = {
+        kind: pool.submit(_floor, (problem, probes[kind])) for kind in sorted(probes, key=lambda kind: guesses[kind])
     }
+    floors: dict[tuple[int, int, str], float | None] = {}
+    for kind, task in tasks.items():
+        if time.monotonic() < until or task.done():
+            tell(f"floor {len(floors) + 1} of {len(tasks)}: {probes[kind].name}")
+            floors[kind] = task.result()
+        else:
+            task.cancel()
     found = []
     for each in candidates:
-        floor = floors.get(_kind(each.structure))
+        known = each.limits
+        floor = floors.get(_kind(each.structure), known.seconds)
         if floor is not None:
-            known = each.limits
-            beyond = max(0.0, known.guess - known.seconds)
-            found.append(replace(each, limits=Limits(max(floor, known.seconds), known.memory, floor + beyond)))
-    return sorted(found, key=lambda each: (each.limits.guess, each.limits.memory))
+            found.append(replace(each, limits=replace(known, seconds=max(floor, known.seconds))))
+    return sorted(found, key=_promise)
+
+
+def _promise(candidate: Candidate) -> tuple[float, int]:
+    """A likely time, and how little memory."""
+    return candidate.limits.seconds + candidate.limits.beyond, candidate.limits.memory
 
 
 def _kind(structure: Structure) -> tuple[int, int, str]:
@@ -344,6 +357,16 @@ def _priced(task: tuple[Problem, Structure, Mode, str]) -> Priced | None:
     plan = problem.plan(structure, [(mode, mode, recompute)] * problem.config.num_hidden_layers)
     try:
         return price(problem.family, problem.config, plan, problem.machine(structure), mode, recompute)
+    except InputError:
+        return None
+
+
+def _floor(task: tuple[Problem, Structure]) -> float | None:
+    """A structure's floor, in a process of the pool; None where the runtime refuses the layout."""
+    problem, structure = task
+    plan = problem.plan(structure, [(MODES[0], MODES[0], "none")] * problem.config.num_hidden_layers)
+    try:
+        return floor(problem.family, problem.config, plan, problem.machine(structure))
     except InputError:
         return None
 

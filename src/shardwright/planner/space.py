@@ -25,10 +25,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright._errors import InputError
+from shardwright.edge import edges
 from shardwright.layout import GridLayout
 from shardwright.mesh import world_size
 from shardwright.models import Family
-from shardwright.site import Site, check_divides, check_heads, edges
+from shardwright.site import Site, check_divides, check_heads
 
 WIDEST_TENSOR = 64
 """Most ranks that split one product's features."""
@@ -181,8 +182,8 @@ def _allowed(structure: Structure, family: Family, config: Any, tokens: int) -> 
         for site in sites:
             check_divides(site, layouts[site.name], mesh)
             if site.name.endswith(f"{family.attention}.qkv"):
-                check_heads(site, layouts[site.name], mesh)
-        edges(sites, layouts, tuple(mesh))
+                check_heads(site, layouts[site.name], structure.token_axes, mesh)
+        edges(sites, layouts, structure.token_axes, mesh)
     except InputError:
         return False
     return world_size(mesh) > 0
