@@ -101,6 +101,10 @@ class Priced:
     period: int
 
 
+MICRO_BATCHES = 3
+"""Micro-batches that are rehearsed for a price: the first, one that adds to its gradients, and the last."""
+
+
 def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode, recompute: str) -> Priced:
     """Prices the blocks of ``plan``, which are all alike (or alternate between the types of the config).
 
@@ -108,14 +112,27 @@ def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode,
     """
     run = runs(kinds(family, config, plan))[0]
     short = shortened(run, max(1, plan.in_flight - 1))
-    trace = rehearse_few(family, config, plan, 0, 2, [short])
-    return priced(trace, family, short.kept, short.period, short.radius, machine, mode, recompute)
+    few = plan.evolve(accumulation=min(plan.accumulation, MICRO_BATCHES))
+    trace = rehearse_few(family, config, few, 0, 2, [short])
+    again = plan.accumulation - few.accumulation
+    return priced(trace, family, short.kept, short.period, short.radius, again, machine, mode, recompute)
 
 
 def priced(
-    trace: Trace, family: Family, blocks: int, period: int, first: int, machine: Machine, mode: Mode, recompute: str
+    trace: Trace,
+    family: Family,
+    blocks: int,
+    period: int,
+    first: int,
+    again: int,
+    machine: Machine,
+    mode: Mode,
+    recompute: str,
 ) -> Priced:
-    """The price of ``period`` blocks from ``first`` on, of a trace of ``blocks`` like ones."""
+    """The price of ``period`` blocks from ``first`` on, of a trace of ``blocks`` like ones.
+
+    again: micro-batches that the trace lacks; each takes as long as the last but one, and adds no bytes.
+    """
     pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])
     unit = Unit.of(trace, family.blocks, range(first, first + period), 0)
     clock = timeline(trace, machine, 2)
@@ -136,7 +153,7 @@ def priced(
     parts = ("attention", "mlp")
     earlier = tuple(
         sum(
-            seconds[piece.first]
+            seconds[piece.first] * (1 + again if piece.micro == last - 1 else 1)
             for piece in pieces
             if piece.step == 2 and piece.micro < last and piece.block in unit.blocks and piece.part == part
         )
@@ -150,7 +167,8 @@ def priced(
         _passages(unit.passing(pieces, 2, "backward", last), seconds),
         earlier,
     )
-    return Priced(one, _frame(pieces, one.way(""), blocks // period, last, clock.seconds), period)
+    more = again * sum(seconds[p.first] for p in pieces if p.step == 2 and p.micro == last - 1 and p.phase != "step")
+    return Priced(one, _frame(pieces, one.way(""), blocks // period, last, clock.seconds + more), period)
 
 
 def floor(family: Family, config: Any, plan: Plan, machine: Machine) -> float:
