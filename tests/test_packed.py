@@ -41,6 +41,21 @@ def test_small_gathers_travel_as_one_message_to_each_rank(n, dtype, leased):
     assert on_ranks(n, packed_gather, SHAPES, dtype, leased) == [(True, True, 0, 0, True)] * n
 
 
+def packed_on_nccl(shapes):
+    """What is done where nccl is declared; gloo's all-gather stands in for its."""
+    group = Runtime(line(), "nccl").group(("data",))
+    wholes = [gradient_of(shape, 0, i, torch.float32) for i, shape in enumerate(shapes)]
+    found = [torch.full_like(whole, torch.nan) for whole in wholes]
+    with mock.patch.object(dist, "all_gather_into_tensor", side_effect=dist.all_gather_into_tensor) as gathers:
+        GatheringPacked([(mine(w).clone(), f) for w, f in zip(wholes, found, strict=True)], group, "", "async").finish()
+    return all(map(torch.equal, found, wholes)), gathers.call_count
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_on_nccl_a_packed_gather_is_one_collective_also_of_what_does_not_divide(n):
+    assert on_ranks(n, packed_on_nccl, SHAPES) == [(True, 1)] * n
+
+
 def messages(packed: bool) -> int:
     """How many sends this rank makes to gather all."""
     group = Runtime.of(line()).group(("data",))

@@ -93,6 +93,7 @@ def certify(config: Any, plan: Plan, expected: Mapping[str, int] | None = None) 
     if isinstance(config, (str, Path)):
         config = models.load_config(config)
     classes = rank_classes(config, plan)
+    plan = plan.evolve(arena=None)  # the rehearsals tell what it must be
     traces = {each.representative: rehearse_stretched(config, plan, each.representative) for each in classes}
     agree_by_class(traces, classes, plan.mesh)
     figures = tuple(_figures(each, traces[each.representative]) for each in classes)

@@ -101,21 +101,22 @@ def _pieces(config: Any, plan: Plan) -> Iterator[_Piece]:
     if not has_rule(config):
         rows = {parameter.shape[0] for parameter in models.build_meta(config).parameters() if parameter.shape}
         yield _Piece(plan.batch, plan.data_axes)
-        yield from _stored({(length, ()) for length in rows}, {plan.data_axes, *_storing(plan)})
+        yield from _stored({(length, (), 1) for length in rows}, {plan.data_axes, *_storing(plan)})
         return
     family = family_of(config)
     sites = family.sites(config, plan.batch * plan.sequence)
     alike = {(plan.layout_for(site), site.k, tuple(linear.n for linear in site.linears)): site for site in sites}
     stream = plan.layout_for(sites[0])
-    cuts = {(config.hidden_size, stream.output_feature_axes), (head_size(config), ())}
+    cuts: set[Dimension] = {(config.hidden_size, stream.output_feature_axes, 1), (head_size(config), (), 1)}
     if family.positions is not None:
-        cuts.add((config.max_position_embeddings, ()))
+        cuts.add((config.max_position_embeddings, (), 1))
     stored = _storing(plan)
     over = set[tuple[str, ...]]()
     for (layout, _, _), site in alike.items():
         yield from _activations(site, layout, plan)
-        cuts |= {(site.k, layout.k)} | {(linear.n // linear.groups, layout.n) for linear in site.linears}
-        cuts |= {(linear.n, ()) for linear in site.linears if linear.sharable}
+        cuts.add((site.k, layout.k, 1))
+        cuts |= {(linear.n // linear.groups, layout.n, linear.groups) for linear in site.linears}
+        cuts |= {(linear.n, (), 1) for linear in site.linears if linear.sharable}
         partial = (layout.m, layout.m + layout.n, layout.output_token_axes, layout.n + layout.output_token_axes)
         axes = stored | {layout.axes_where("w", "sharded")}
         over |= {tuple(axis for axis in each if axis in split) for each in axes for split in partial}
@@ -139,6 +140,11 @@ def _activations(site: Site, layout: GridLayout, plan: Plan) -> Iterator[_Piece]
         yield _Piece(linear.n // linear.groups, axes, ordered=axes != layout.n)
 
 
-def _stored(cuts: set[tuple[int, tuple[str, ...]]], over: set[tuple[str, ...]]) -> Iterator[_Piece]:
+Dimension = tuple[int, tuple[str, ...], int]
+"""(length, axes that cut it, how many such lengths lie one after the other) of a parameter."""
+
+
+def _stored(cuts: set[Dimension], over: set[tuple[str, ...]]) -> Iterator[_Piece]:
     """Dimensions of parameters, and their rows where storage is split."""
-    yield from (_Piece(length, axes, each) for length, axes in cuts for each in over if not {*axes} & {*each})
+    for length, axes, each in cuts:
+        yield from (_Piece(length, axes, split, each) for split in {(), *over} if not {*axes} & {*split})

@@ -199,6 +199,7 @@ def candidates_of(problem: Problem) -> list[Candidate]:
     base, family = problem.base, problem.family
     found: list[Candidate] = []
     sizes: dict[str, int] = {}
+    machines: dict[tuple[tuple[str, int], ...], Machine] = {}  # each works out how its groups lie over hosts
     by_accumulation: dict[int, list[Site]] = {}
     blocks = problem.config.num_hidden_layers
     for structure in structures(family, problem.config, problem.devices, problem.batch, base.sequence):
@@ -206,7 +207,7 @@ def candidates_of(problem: Problem) -> list[Candidate]:
         if sites is None:
             sites = by_accumulation[structure.accumulation] = _distinct(problem, structure.accumulation)
             sizes = {site.name: site.n * site.k for site in sites}
-        machine = problem.machine(structure)
+        machine = machines.setdefault(tuple(structure.mesh.items()), problem.machine(structure))
         stored = base.master_dtype or base.dtype
         found.append(
             Candidate(structure, limits(structure, sites, blocks, sizes, machine, base.dtype, stored, problem.memory))
