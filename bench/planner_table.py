@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from table import line, mark, median, spread
+from table import DISTURBED, line, mark, median, spread
 
 CORRELATION, LOSS = 0.9, 0.05  # the goals
 
@@ -56,8 +56,19 @@ def _table(group: dict[str, Any], rate: str) -> str:
         f"Rank correlation {correlation:.3f} over {len(variants)} layouts (≥ {CORRELATION}: "
         f"{mark(correlation >= CORRELATION)}); the predicted fastest takes {loss:.1%} longer than the measured fastest "
         f"(≤ {LOSS:.0%}: {mark(loss <= LOSS)}).",
+        _disturbance(variants, rate),
     ]
     return "\n".join(lines)
+
+
+def _disturbance(variants: Sequence[dict[str, Any]], rate: str) -> str:
+    """What share of the processors other programs took meanwhile."""
+    every = [share for variant in variants for share in variant["timed"][rate]["foreign"]]
+    disturbed = sum(share > DISTURBED for share in every)
+    return (
+        f"In {disturbed} of {len(every)} steps other programs took over a tenth of the processors "
+        f"(median {statistics.median(every):.0%})."
+    )
 
 
 if __name__ == "__main__":
