@@ -31,10 +31,10 @@ from shardwright.mesh import world_size
 from shardwright.models import Family
 from shardwright.site import Site, check_divides, check_heads
 
-WIDEST_TENSOR = 64
+WIDEST_TENSOR = 32
 """Most ranks that split one product's features."""
 
-WIDEST_STORAGE = 512
+WIDEST_STORAGE = 128
 """Most ranks that split one parameter's storage; beyond, shards are a few rows, and replicas cost less."""
 
 LEVELS = (("replicate", False), ("optimizer", False), ("gradients", False), ("parameters", False), ("parameters", True))
