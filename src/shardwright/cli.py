@@ -211,7 +211,6 @@ def plan(
         from shardwright.planner.request import least_devices, longest_sequence, request
         from shardwright.planner.search import search
         from shardwright.report import planning
-        from shardwright.report.bounds import sites_table
         from shardwright.report.console import table_console
 
         types = (DTYPES.get(dtype, dtype), DTYPES.get(master_dtype, master_dtype))
@@ -226,7 +225,7 @@ def plan(
             console.print(line, highlight=False)
         console.print(planning.candidates_table(found))
         console.print(planning.curve_table(points, knobs))
-        console.print(sites_table(planning.distances_json(found)))
+        console.print(planning.distance_table(found))
         if output is not None:
             found.plan.save(output)
         if json_path is not None:

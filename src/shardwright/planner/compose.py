@@ -1,10 +1,10 @@
 """What a model of many equal blocks holds, saves and sends, composed from a rehearsal of one with few.
 
-A model is runs of equal blocks between what comes before, between and after them. Where a run is rehearsed with few blocks,
-one unit of its middle (a block, or as many as a pattern of unlike ones has) stands for those that are left out. In the pass
-forward each of them adds what the unit's pieces add, before everything that follows; in the pass backward likewise, in
-descending order; parameters and moments of all blocks are alive all the time. So every number of the long step is the short
-one's plus the number of copies times a difference that the short trace shows.
+A model is runs of equal blocks between what comes before, between and after them. Where a run is rehearsed with few
+blocks, one unit of its middle (a block, or as many as a pattern of unlike ones has) stands for those that are left out.
+In the pass forward each of them adds what the unit's pieces add, before everything that follows; in the pass backward
+likewise, in descending order; parameters and moments of all blocks are alive all the time. So every number of the long
+step is the short one's plus the number of copies times a difference that the short trace shows.
 """
 
 from __future__ import annotations

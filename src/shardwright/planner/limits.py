@@ -1,7 +1,7 @@
 """What no plan of a structure can beat: seconds and bytes, by formulas alone. They order the search and end it.
 
-A step takes at least as long as its products, and at least as long as any one axis is busy, with the gathered inputs kept
-and nothing recomputed. It holds at least its parameters and moments, and the inputs of its blocks.
+A step takes at least as long as its products, and at least as long as any one axis is busy, with the gathered inputs
+kept and nothing recomputed. It holds at least its parameters and moments, and the inputs of its blocks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ KEEP = Mode("blocking", "gathered")
 class Limits:
     """Of one structure: ``seconds`` and ``memory`` (bytes) that its best plan needs at least; beyond: a guess.
 
-    beyond: seconds that a likely plan takes on top of its operators: what communication the features' axes cost, what the
-    tokens' axes cost beyond the products, and a third of the products of blocks that must be recomputed to fit.
+    beyond: seconds that a likely plan takes on top of its operators: what communication the features' axes cost, what
+    the tokens' axes cost beyond the products, and a third of the products of blocks that must be recomputed to fit.
     """
 
     seconds: float
@@ -43,7 +43,8 @@ def limits(
 ) -> Limits:
     """The limits of a structure.
 
-    sites: of one micro-batch: the embedding, those of one block, the head. sizes: site → parameters of it. budget: bytes.
+    sites: of one micro-batch: the embedding, those of one block, the head. sizes: site → parameters of it. budget:
+    bytes.
     """
     mesh, element = structure.mesh, ITEMSIZE[dtype]
     place = dict.fromkeys(mesh, 0)

@@ -1,7 +1,7 @@
 """The curve of what memory buys: every mix that no other beats in both seconds and bytes, of all structures priced.
 
-Walked down exactly: the fastest mix of a structure within a budget, then within a budget below what that one needs, until
-nothing fits. The curves of all structures together, less what is beaten, are the curve.
+Walked down exactly: the fastest mix of a structure within a budget, then within a budget below what that one needs,
+until nothing fits. The curves of all structures together, less what is beaten, are the curve.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choices by block as few patterns of names: what a plan file says of 126 blocks in a line or two.
 
-The choice that most blocks make is said of all (``model.layers.*``), the others before it, of ranges of numbers, since the
-first pattern in file order that matches wins.
+The choice that most blocks make is said of all (``model.layers.*``), the others before it, of ranges of numbers, since
+the first pattern in file order that matches wins.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A short trace cut into pieces, one block's at a time: what each adds, holds at most, sends and takes.
 
 A piece is a maximal run of events during which operators of one block (or of none) are at work, in one phase. Blocks
-ascend in forward and descend in backward; a replay of a recomputed block is part of its backward. What equal blocks do is
-equal, so that a model with more of them has more pieces of the same kind, and every number below is linear in how many.
+ascend in forward and descend in backward; a replay of a recomputed block is part of its backward. What equal blocks do
+is equal, so that a model with more of them has more pieces of the same kind, and every number below is linear in how
+many.
 """
 
 from __future__ import annotations

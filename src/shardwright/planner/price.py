@@ -1,7 +1,7 @@
 """What one block costs under a structure and a mode: measured on a short rehearsal, block by block, to the byte.
 
-A short model (a few blocks, all alike) is rehearsed; the trace is cut into pieces, and its middle block is the price of all:
-the bytes that stay alive for it, what its passes add and need at most, and the seconds that its pieces take on the
+A short model (a few blocks, all alike) is rehearsed; the trace is cut into pieces, and its middle block is the price of
+all: the bytes that stay alive for it, what its passes add and need at most, and the seconds that its pieces take on the
 timeline of step 2 (in step 1 the order of gathers is not known yet). Everything else is the frame.
 """
 
@@ -265,7 +265,9 @@ def plan_of(
         accumulation=structure.accumulation,
         layouts=layouts,
         params={"*": structure.params},
-        recompute=patterns(family.blocks, "", recompute) if set(recompute) != {"none"} else {},
+        recompute={names: word for names, word in patterns(family.blocks, "", recompute).items() if word != "none"}
+        if recompute.count("none") * 2 >= len(recompute)
+        else patterns(family.blocks, "", recompute),
     )
 
 

@@ -1,4 +1,4 @@
-"""``sw.plan``: what a user asks of the planner, checked, and the questions that it answers by asking itself several times."""
+"""``sw.plan``: what a user asks of the planner, checked; and what takes several searches to answer."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def plan(
     """The fastest plan that fits, certified by a rehearsal.
 
     config: a Hugging Face config.json, or a directory that holds one. cluster: a Cluster, a cluster file, or a common
-    machine such as ``8xH100-80GB``. memory: limit for the peak of a device, bytes or a size such as ``72GiB``; by default
-    the device's whole memory. batch: sequences of a step over the whole cluster; the plan may cut them into micro-batches
-    (its ``batch`` × ``accumulation``). sequence: tokens of a sequence. dtype, master_dtype, backend: as in a plan file.
+    machine such as ``8xH100-80GB``. memory: limit for the peak of a device, bytes or a size such as ``72GiB``; by
+    default the device's whole memory. batch: sequences of a step over the whole cluster; the plan may cut them into
+    micro-batches (its ``batch`` × ``accumulation``). sequence: tokens of a sequence. dtype, master_dtype, backend: as
+    in a plan file.
     seconds: how long to search.
 
     Raises InputError for bad input, DoesNotFit where no plan fits, with the least budget that works.

@@ -150,6 +150,7 @@ def search(
     Raises DoesNotFit where nothing fits, naming the least budget that works and what it gives up.
     """
     started = time.monotonic()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     candidates = candidates_of(problem)
     with _pool(workers) as pool:
         looked_at, left = _explore(problem, candidates, pool, started + seconds, tell)
@@ -262,11 +263,11 @@ def _explore(
 def _with_floors(
     problem: Problem, candidates: Sequence[Candidate], pool: Executor, until: float, tell: Tell
 ) -> list[Candidate]:
-    """Candidates with what their operators alone take, most promising first; those that the runtime refuses are left out.
+    """Candidates with what their operators alone take, most promising first, without those that the runtime refuses.
 
-    The level and the axes that split storage change no operator but the optimizer's; more micro-batches cut the same work
-    into smaller operators, which take no less. So the structure with the fewest micro-batches, in blocking mode, whose
-    products are not cut, shows a bound for all that share its features' axes and stream.
+    The level and the axes that split storage change no operator but the optimizer's; more micro-batches cut the same
+    work into smaller operators, which take no less. So the structure with the fewest micro-batches, in blocking mode,
+    whose products are not cut, shows a bound for all that share its features' axes and stream.
     """
     probes: dict[tuple[int, int, str], Structure] = {}
     for each in sorted(candidates, key=lambda each: (each.structure.accumulation, _promise(each))):
@@ -325,7 +326,7 @@ def _price_all(problem: Problem, candidate: Candidate, modes: Sequence[Mode], po
     if not prices:
         return candidate
     frame, period = prices[0].frame, prices[0].period
-    named = list(_ways(prices))
+    named = list(_ways(prices, structure))
     units = problem.config.num_hidden_layers // period
     ways = tuple(way for way, _ in named)
     choices = tuple(choice for _, choice in named)
@@ -333,20 +334,22 @@ def _price_all(problem: Problem, candidate: Candidate, modes: Sequence[Mode], po
     return replace(candidate, frame=frame, ways=ways, choices=choices, units=units, period=period, mix=mix, lean=lean)
 
 
-def _ways(prices: Sequence[Priced]) -> Iterator[tuple[Way, Choice]]:
+def _ways(prices: Sequence[Priced], structure: Structure) -> Iterator[tuple[Way, Choice]]:
     """Recomputed blocks first (they need most room in backward, and then find the others' gone), then all mixtures."""
     alone = [each.price for each in prices if each.price.recompute == "none"]
     for one in (each.price for each in prices if each.price.recompute != "none"):
-        yield one.way(_named(one, one)), (one.mode, one.mode, one.recompute)
+        yield one.way(_named(one, one, structure)), (one.mode, one.mode, one.recompute)
     for one, other in itertools.product(alone, alone):
         both: Price | None = one if one is other else one.with_mlp_of(other)
         if both is not None:
-            yield both.way(_named(one, other)), (one.mode, other.mode, "none")
+            yield both.way(_named(one, other, structure)), (one.mode, other.mode, "none")
 
 
-def _named(attention: Price, mlp: Price) -> str:
+def _named(attention: Price, mlp: Price, structure: Structure) -> str:
     """What a block does, in words."""
     recomputed = "recomputed" if attention.recompute != "none" else "not recomputed"
+    if structure.tensor == 1:
+        return recomputed
     if attention.mode == mlp.mode:
         return f"{recomputed}, {attention.mode.name}"
     return f"{recomputed}, attention {attention.mode.name}, MLP {mlp.mode.name}"
@@ -440,8 +443,8 @@ def _least(problem: Problem, looked_at: Sequence[Candidate]) -> str:
     leanest_one = min(known, key=lambda each: each.lean.peak if each.lean else 0)
     assert leanest_one.lean is not None
     return (
-        f"memory: found {problem.memory / gib:.2f} GiB a device; allowed: {leanest_one.lean.peak / gib:.2f} GiB at least, "
-        f"with {leanest_one.structure.name}, {told(leanest_one, leanest_one.lean)}, a step of "
+        f"memory: found {problem.memory / gib:.4g} GiB a device; allowed: {leanest_one.lean.peak:,} bytes "
+        f"({leanest_one.lean.peak / gib:.4g} GiB) at least, with {leanest_one.structure.name}, {told(leanest_one, leanest_one.lean)}, a step of "
         f"{leanest_one.lean.seconds * 1e3:.4g} ms"
     )
 

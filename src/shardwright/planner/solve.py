@@ -1,12 +1,12 @@
 """The fastest mix of equal blocks under a memory budget: an integer program, solved to the optimum.
 
-A model is a frame (embedding, norms, head, loss, optimizer step) around L blocks. Each block takes one of K ways, and blocks
-that go the same way stand together, in the order of the ways. x_k blocks go way k:
+A model is a frame (embedding, norms, head, loss, optimizer step) around L blocks. Each block takes one of K ways, and
+blocks that go the same way stand together, in the order of the ways. x_k blocks go way k:
 
     least   T₀ + Σ t_k·x_k          with  Σ x_k = L
 
-What is alive at the worst moments must stay within the budget B, where R₀ and r_k are alive all the time, a forward of a
-block adds f_k and needs F_k at most, its backward adds b_k (a gradient less what was saved) and needs G_k at most:
+What is alive at the worst moments must stay within the budget B, where R₀ and r_k are alive all the time, a forward of
+a block adds f_k and needs F_k at most, its backward adds b_k (a gradient less what was saved) and needs G_k at most:
 
 | moment                          | alive                                                                        |
 |---------------------------------|------------------------------------------------------------------------------|
@@ -64,7 +64,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Mix:
-    """A solution: how many blocks go each way; seconds; the bound that no mix beats; bytes alive at the worst moment."""
+    """A solution: how many blocks go each way; seconds; a bound that no mix beats; bytes at the worst moment."""
 
     counts: tuple[int, ...]
     seconds: float

@@ -1,7 +1,7 @@
 """What the planner searches: mesh shapes, what splits storage, micro-batches; and for each block its layouts.
 
-A *structure* is what all blocks share: the mesh, the residual stream, the sharding level, the micro-batches. A *mode* is
-what a block (or its attention, or its MLP) may choose by itself.
+A *structure* is what all blocks share: the mesh, the residual stream, the sharding level, the micro-batches. A *mode*
+is what a block (or its attention, or its MLP) may choose by itself.
 
 | of a structure | candidates                                                                                          |
 |----------------|-----------------------------------------------------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""What the planner found, told: the plan, why not another, what memory buys, and how far each site is from its bound."""
+"""What the planner found, told: the plan, why not another, what memory buys, how far each site is from its bound."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 from rich.table import Table
 
 from shardwright._files import format_bytes
+from shardwright.cost.bounds import Grid
+from shardwright.planner.distance import Distance, distance
 from shardwright.planner.pareto import Knob, Point
 from shardwright.planner.search import Found, told
-from shardwright.report.bounds import sites_json
 
 ROWS = 12
 """Candidates that are told, at most."""
@@ -21,14 +22,16 @@ def headline(found: Found) -> list[str]:
     tokens = problem.batch * problem.base.sequence
     assert plan.objective is not None and plan.gap is not None and plan.predicted is not None
     peak, room = found.certificate.peak_bytes, problem.memory
+    speed = tokens / plan.objective / problem.devices
+    priced, left = len(found.looked_at), len(found.left)
     lines = [
         f"plan        {found.candidate.structure.name}",
         f"blocks      {told(found.candidate, found.mix)}",
-        f"step        {_ms(plan.objective)} for {tokens:,} tokens: {tokens / plan.objective / problem.devices:,.0f} tokens/s a device",
+        f"step        {_ms(plan.objective)} for {tokens:,} tokens: {speed:,.0f} tokens/s a device",
         f"timeline    {_ms(plan.predicted.time or 0.0)} of the certified rehearsal, by the same model of the machine",
-        f"peak        {format_bytes(peak)} ({peak:,} bytes) of {format_bytes(room)}: {format_bytes(room - peak)} to spare",
+        f"peak        {format_bytes(peak)} ({peak:,} bytes), {format_bytes(room - peak)} below the budget",
         f"bound       {_ms(found.bound)}: no plan of the space is faster by the model; gap {plan.gap:.1%}",
-        f"looked at   {len(found.looked_at)} structures priced, {len(found.left)} left with a bound, in {found.spent:.0f} s",
+        f"looked at   {priced} structures priced, {left} left with a bound, in {found.spent:.0f} s",
         "certified   composed and rehearsed peak, saved bytes and volume are equal; collectives agree on all ranks",
     ]
     return lines
@@ -56,7 +59,8 @@ def candidates_json(found: Found) -> list[dict[str, Any]]:
         elif each.mix is not None:
             why = f"{_ms(each.mix.seconds - found.mix.seconds)} slower"
         elif each.lean is not None:
-            why = f"needs {format_bytes(each.lean.peak)} at least, {format_bytes(each.lean.peak - found.problem.memory)} over"
+            over = each.lean.peak - found.problem.memory
+            why = f"needs {format_bytes(each.lean.peak)} at least, {format_bytes(over)} over the budget"
         else:
             why = "refused"
         rows.append(
@@ -78,7 +82,8 @@ def curve_table(points: tuple[Point, ...], knobs: tuple[Knob, ...]) -> Table:
     gives = {knob.to: knob.gib_per_ms for knob in knobs}
     table = Table(title="what memory buys (the fastest at each peak)", title_justify="left")
     for head, justify in (
-        ("peak", "right"), ("step", "right"), ("GiB per ms", "right"), ("rank", "right"), ("structure", "left"), ("blocks", "left"),
+        ("peak", "right"), ("step", "right"), ("GiB per ms", "right"), ("rank", "right"),
+        ("structure", "left"), ("blocks", "left"),
     ):  # fmt: skip
         table.add_column(head, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for point in points:
@@ -89,20 +94,32 @@ def curve_table(points: tuple[Point, ...], knobs: tuple[Knob, ...]) -> Table:
     return table
 
 
-def distances_json(found: Found) -> list[dict[str, Any]]:
-    """Per distinct site what it moves beside its bounds, on the fullest rank (report/bounds.py)."""
-    import torch
-
+def distances(found: Found) -> list[Distance]:
+    """How far each distinct site is from its bounds."""
     plan, problem = found.plan, found.problem
-    trace = max(found.certificate.traces.values(), key=lambda each: each.peak_bytes)
-    sites = problem.sites(plan.accumulation)
-    seen, chosen = set[tuple[Any, ...]](), []
-    for site in sites:
-        kind = (site.kind, site.k, site.n, plan.layout_for(site), site.name.rsplit(".", 2)[-2:][0])
-        if kind not in seen:
-            seen.add(kind)
-            chosen.append(site)
-    return sites_json(trace, chosen, plan.world_size, getattr(torch, plan.dtype).itemsize, plan.accumulation)
+    kept = found.candidate.structure.keep or found.candidate.structure.level != "parameters"
+    seen: dict[tuple[Any, ...], Distance] = {}
+    for site in problem.sites(plan.accumulation):
+        layout = plan.layout_for(site)
+        seen.setdefault((site.kind, site.k, site.n, layout), distance(site, layout, plan.mesh, kept))
+    return list(seen.values())
+
+
+def distance_table(found: Found) -> Table:
+    """The same as a table."""
+    table = Table(title="how far each site is from the least that its product can move", title_justify="left")
+    table.add_column("site")
+    for head in ("grid m×n×k", "forward / bound", "training / best grid", "best grid"):
+        table.add_column(head, justify="right")
+    for each in distances(found):
+        table.add_row(
+            each.site, _grid(each.grid), f"{each.forward_ratio:.2f}", f"{each.training_ratio:.2f}", _grid(each.best)
+        )
+    return table
+
+
+def _grid(grid: Grid) -> str:
+    return f"{grid.m}×{grid.n}×{grid.k}"
 
 
 def found_json(found: Found, points: tuple[Point, ...], knobs: tuple[Knob, ...]) -> dict[str, Any]:
@@ -120,7 +137,18 @@ def found_json(found: Found, points: tuple[Point, ...], knobs: tuple[Knob, ...])
         "left": [{"structure": each.structure.name, "bound": each.limits.seconds} for each in found.left],
         "curve": [_point(point) for point in points],
         "knobs": [{"saved": k.saved, "lost": k.lost, "gib_per_ms": k.gib_per_ms, "to": _point(k.to)} for k in knobs],
-        "sites": distances_json(found),
+        "sites": [
+            {
+                "site": each.site,
+                "grid": [each.grid.m, each.grid.n, each.grid.k],
+                "forward": each.forward,
+                "bound": each.bound,
+                "training": each.training,
+                "best": [each.best.m, each.best.n, each.best.k],
+                "best_training": each.best_training,
+            }
+            for each in distances(found)
+        ],
     }
 
 
@@ -129,7 +157,7 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def curve_svg(points: tuple[Point, ...], budget: int, chosen: Point) -> str:
-    """The curve as a picture: peak in GiB to the right, milliseconds upward; the budget as a line, the plan as a dot."""
+    """The curve as a picture: GiB to the right, milliseconds upward; the budget is a line, the plan a ring."""
     width, height, left, bottom = 720, 360, 70, 50
     gib = [point.peak / 2**30 for point in points] + [budget / 2**30]
     ms = [point.seconds * 1e3 for point in points]
@@ -156,7 +184,8 @@ def curve_svg(points: tuple[Point, ...], budget: int, chosen: Point) -> str:
         for tick in _ticks(y0, y1)
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" font-size="12">'
         f'<rect width="{width}" height="{height}" fill="white"/>'
         f'<path d="M{left},20V{height - bottom}H{width - 20}" fill="none" stroke="black"/>'
         f'<line x1="{bx}" y1="20" x2="{bx}" y2="{height - bottom}" stroke="#aa3333" stroke-dasharray="4 3"/>'
@@ -164,7 +193,8 @@ def curve_svg(points: tuple[Point, ...], budget: int, chosen: Point) -> str:
         f'<polyline points="{line}" fill="none" stroke="#3366aa"/>{dots}'
         f'<circle cx="{cx}" cy="{cy}" r="6" fill="none" stroke="#aa3333" stroke-width="2"/>'
         f'{labels}<text x="{width / 2}" y="{height - 10}" text-anchor="middle">peak of a device, GiB</text>'
-        f'<text x="16" y="{height / 2}" transform="rotate(-90 16 {height / 2})" text-anchor="middle">step, ms</text></svg>\n'
+        f'<text x="16" y="{height / 2}" transform="rotate(-90 16 {height / 2})" text-anchor="middle">step, ms</text>'
+        "</svg>\n"
     )
 
 
