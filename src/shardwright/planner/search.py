@@ -39,7 +39,7 @@ from shardwright.planner.stretch import kinds, rehearse_few, runs, shortened
 from shardwright.site import Site
 from shardwright.trace.timeline import timeline
 
-FIRST = (Mode("blocking", "gathered"), Mode("async", "gathered"), Mode("async", "shard"), Mode("ring", "shard"))
+FIRST = (Mode("async", "gathered"), Mode("async", "shard"), Mode("ring", "shard"))
 """Modes in which every structure is priced; the best one is priced in all of them."""
 
 ATTEMPTS = 6
@@ -84,13 +84,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A structure, what its formulas promise, and, once it was looked at, its frame, its ways and their choices.
+    """A structure, what its formulas promise, and, once it was looked at: prices, frame, ways and their choices.
 
     mix: the fastest within the budget, or None. lean: the one that needs least memory.
     """
 
     structure: Structure
     limits: Limits
+    prices: tuple[Priced, ...] = ()
     frame: Frame | None = None
     ways: tuple[Way, ...] = ()
     choices: tuple[Choice, ...] = ()
@@ -322,7 +323,9 @@ def _price_all(problem: Problem, candidate: Candidate, modes: Sequence[Mode], po
     chosen = [mode for mode in structure.modes if mode in modes] or list(structure.modes)
     tasks = [(mode, "none") for mode in chosen]
     tasks += [(mode, "block") for mode in chosen if mode.save_x == "shard" or structure.tensor == 1]
-    prices = [each for each in pool.map(_priced, [(problem, structure, *task) for task in tasks]) if each is not None]
+    known = {(each.price.mode, each.price.recompute): each for each in candidate.prices}
+    new = [(problem, structure, *task) for task in tasks if task not in known]
+    prices = (*candidate.prices, *(each for each in pool.map(_priced, new) if each is not None))
     if not prices:
         return candidate
     frame, period = prices[0].frame, prices[0].period
@@ -331,7 +334,7 @@ def _price_all(problem: Problem, candidate: Candidate, modes: Sequence[Mode], po
     ways = tuple(way for way, _ in named)
     choices = tuple(choice for _, choice in named)
     mix, lean = fastest(frame, ways, units, problem.memory), leanest(frame, ways, units)
-    return replace(candidate, frame=frame, ways=ways, choices=choices, units=units, period=period, mix=mix, lean=lean)
+    return Candidate(structure, candidate.limits, prices, frame, ways, choices, units, period, mix, lean)
 
 
 def _ways(prices: Sequence[Priced], structure: Structure) -> Iterator[tuple[Way, Choice]]:
@@ -441,11 +444,12 @@ def _least(problem: Problem, looked_at: Sequence[Candidate]) -> str:
     if not known:
         return f"memory: found {problem.memory / gib:.2f} GiB; allowed: more, or more devices"
     leanest_one = min(known, key=lambda each: each.lean.peak if each.lean else 0)
-    assert leanest_one.lean is not None
+    least = leanest_one.lean
+    assert least is not None
     return (
-        f"memory: found {problem.memory / gib:.4g} GiB a device; allowed: {leanest_one.lean.peak:,} bytes "
-        f"({leanest_one.lean.peak / gib:.4g} GiB) at least, with {leanest_one.structure.name}, {told(leanest_one, leanest_one.lean)}, a step of "
-        f"{leanest_one.lean.seconds * 1e3:.4g} ms"
+        f"memory: found {problem.memory / gib:.4g} GiB a device; allowed: {least.peak:,} bytes ({least.peak / gib:.4g} "
+        f"GiB) at least, with {leanest_one.structure.name}, {told(leanest_one, least)}, a step of "
+        f"{least.seconds * 1e3:.4g} ms"
     )
 
 
