@@ -123,7 +123,6 @@ def test_every_mesh_shape_and_number_of_siblings(name, overlap):
         Case(dataclasses.replace(ALL[name], overlap=overlap, chunks=chunks), axes, tokens, k, linears, bias)
         for axes, (tokens, k, n) in itertools.product(MESHES, (EVEN, UNEVEN, SMALL))
         for linears, bias, chunks in ((plain(n), False, 0), (plain(n, 2 * n, n + 1), True, next(cut)))
-        if (tokens, bias) not in ((EVEN[0], False), (SMALL[0], True))  # both only where nothing divides
     ]
     check(cases)
 
@@ -146,8 +145,7 @@ def test_reduction_in_float32_and_other_element_sizes(dtype):
         Case(layout, axes, 23, 13, plain(17, 4), True, (), dtype)
         for base, overlap, word in itertools.product(ALL.values(), CHOICES["overlap"], CHOICES["reduce_dtype"])
         for layout, axes in itertools.product(
-            (dataclasses.replace(base, overlap=overlap, reduce_dtype=word),),
-            (MESHES[1], MESHES[2], MESHES[5]) if dtype == torch.bfloat16 else MESHES[5:],
+            (dataclasses.replace(base, overlap=overlap, reduce_dtype=word),), (MESHES[1], MESHES[2], MESHES[5])
         )
         if draws.supported(layout)
     ]
@@ -162,15 +160,13 @@ def test_heads_that_several_ranks_share_and_fused_parts():
         [
             Case(dataclasses.replace(ALL[name], overlap=overlap, chunks=chunks), axes, 22, 16, linears, True, frozen)
             for name in ("column all-reduce", "column keep", "column gather again")
-            for overlap in CHOICES["overlap"]
-            for linears, axes, frozen, chunks in (
-                (heads, MESHES[3], (), 0),
-                (heads, MESHES[3], (), 2),
-                (heads, mesh(2, 4), ("x",), 2),
-                (heads, MESHES[3], ("w1", "b2"), 0),
-                (fused, MESHES[3], (), 0),
-                (fused, MESHES[3], (), 2),
-                (fused, MESHES[5], ("x",), 2),
+            for overlap, chunks in itertools.product(CHOICES["overlap"], (0, 2))
+            for linears, axes, frozen in (
+                (heads, MESHES[3], ()),
+                (heads, mesh(2, 4), ("x",)),
+                (heads, MESHES[3], ("w1", "b2")),
+                (fused, MESHES[3], ()),
+                (fused, MESHES[5], ("x",)),
             )
         ]
     )
@@ -183,9 +179,8 @@ def from_draw(draw: draws.Draw) -> Case:
     return Case(layout, axes, draw.tokens, draw.k, plain(*draw.n), draw.bias, frozen, dtype)
 
 
-@pytest.mark.parametrize("numbers", [range(100), range(100, 250)], ids=["some", "more"])
-def test_random_draws(numbers):
-    made = (draws.make(2, number) for number in numbers)
+def test_random_draws():
+    made = (draws.make(2, number) for number in range(250))
     check([from_draw(draw) for draw in made if not draw.two])
 
 
