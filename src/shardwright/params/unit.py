@@ -76,6 +76,11 @@ class Unit:
         return [stored for stored in self.members if stored.gathers]
 
     @property
+    def trained_bytes(self) -> int:
+        """Of the members whose gradients are wanted."""
+        return sum(stored.whole_bytes for stored in self.members if stored.trains)
+
+    @property
     def travels_as_one(self) -> bool:
         """Whether one member is nearly all of the unit, so that none of its gradients travels before the end."""
         sizes = [stored.whole_bytes for stored in self.members]
@@ -160,15 +165,17 @@ class Unit:
             self.vacated.append(stored)
         if stored.has_fresh:
             self.ready.append(stored)
-        if not self.uses:
-            return
+            if self.uses and self._is_fair_share():
+                self.schedule.reduce(self, self.take_fresh(self.ready))
+                self.ready = []
+
+    def _is_fair_share(self) -> bool:
+        """Whether what is ready is worth a launch, and what is still to come another."""
+        every = self.trained_bytes
+        if FAIR_SHARE * sum(other.whole_bytes for other in self.ready) < every:
+            return False
         waiting = {other.stored for other in self.uses if other.stored is not None and other.stored.trains}
-        to_come = sum(other.whole_bytes for other in waiting)
-        here = sum(other.whole_bytes for other in self.ready)
-        every = sum(other.whole_bytes for other in self.members if other.trains)
-        if FAIR_SHARE * min(here, to_come) >= every:
-            self.schedule.reduce(self, self.take_fresh(self.ready))
-            self.ready = []
+        return FAIR_SHARE * sum(other.whole_bytes for other in waiting) >= every
 
     def complete(self) -> None:
         """No living use is left in this backward: W is released, and what was deposited is reduced."""
