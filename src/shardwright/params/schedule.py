@@ -171,8 +171,11 @@ class Schedule:
         self._made = 0
         self._task = task  # another one than before without a forward since is a backward inside of one
         self._enter("backward")
-        held = [unit for unit in self.units if unit.sharding.level in self.accumulating]
-        self._sharing.expect([s for unit in self.units if unit not in held for s in unit.members if s.trains])
+        for unit in self.units:
+            trained = [stored for stored in unit.members if stored.trains]
+            unit.trained_bytes = sum(stored.whole_bytes for stored in trained)
+            if unit.sharding.level not in self.accumulating:
+                self._sharing.expect(trained)
         engine: Any = Variable._execution_engine
         engine.queue_callback(self._end_backward)
 

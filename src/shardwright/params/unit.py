@@ -54,13 +54,13 @@ class Unit:
 
     open, busy: how many forwards, and backwards, of the unit's module are at work, where modules tell (lending.py). W
     is not released meanwhile. vacated: members whose W backward has released already. ready: members whose dW may
-    travel, in order.
+    travel, in order. trained_bytes: of the members whose gradients this backward is to bring.
     """
 
     def __init__(self, name: str, schedule: Schedule, sharding: Sharding):
         self.name, self.schedule, self.sharding = name, schedule, sharding
         self.members: list[StoredParameter] = []
-        self.open = self.busy = 0
+        self.open = self.busy = self.trained_bytes = 0
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self.gathered = False
         self.vacated: list[StoredParameter] = []
@@ -74,11 +74,6 @@ class Unit:
     def gathers(self) -> list[StoredParameter]:
         """The members of which products read another tensor than the stored one."""
         return [stored for stored in self.members if stored.gathers]
-
-    @property
-    def trained_bytes(self) -> int:
-        """Of the members whose gradients are wanted."""
-        return sum(stored.whole_bytes for stored in self.members if stored.trains)
 
     @property
     def travels_as_one(self) -> bool:
