@@ -84,7 +84,8 @@ def inspect(variant: Variant, expected: list[torch.Tensor]) -> dict[str, Any]:
 
     collectives: how many (ours by the trace; those of others by the calls of torch's communication operators), and
     reductions: those of them that are not gathers; launches: all calls of those operators, sends included. peak: bytes,
-    by phase. carried: the most bytes alive at once in storages that carry communication and are neither parameters,
+    by phase. bucket: the most bytes of buckets alive at once (of ours and fairscale's; DDP's count as carried, and
+    outside). carried: the most bytes alive at once in storages that carry communication and are neither parameters,
     gradients nor states; outside: what of them is left after the optimizer's step.
     """
     error = 0.0
@@ -98,6 +99,7 @@ def inspect(variant: Variant, expected: list[torch.Tensor]) -> dict[str, Any]:
     launched = _launched(trace)
     kinds = [each.kind for each in trace.collectives] or launched
     carried, outside = _carried(trace, carriers)
+    buckets = {number for number, storage in enumerate(trace.storages) if storage.category == "bucket"}
     peaks = {f"peak in {phase}": trace.phase_peaks.get(phase, 0) for phase in PHASES}
     numbers = {
         "error": error,
@@ -106,6 +108,7 @@ def inspect(variant: Variant, expected: list[torch.Tensor]) -> dict[str, Any]:
         "launches": len(launched),
         "peak": trace.peak_bytes,
         **peaks,
+        "bucket": _carried(trace, buckets)[0],
         "carried": carried,
         "outside": outside,
     }

@@ -28,14 +28,14 @@ def _table(group: dict[str, Any]) -> str:
         "sent MiB",
         "peak MiB",
     ]
-    heads += [*(f"in {phase}" for phase in PHASES), "carried MiB", "after the step"]
+    heads += [*(f"in {phase}" for phase in PHASES), "bucket MiB", "carried MiB", "after the step"]
     lines = [f"**{group['hosts']} hosts × {group['ranks']}**", "", line(heads), line(["---"] * len(heads))]
     for variant in group["variants"]:
         cells = [variant["name"]]
         cells += [f"{median(variant, rate):.0f} ({spread(variant, rate):.0f})" for rate in rates]
         cells += [f"{variant[key]:.0f}" for key in ("collectives", "reductions", "launches")]
         cells.append(f"{median(variant, rates[-1], 'sent') / MIB:.1f}")
-        keys = ["peak", *(f"peak in {phase}" for phase in PHASES), "carried", "outside"]
+        keys = ["peak", *(f"peak in {phase}" for phase in PHASES), "bucket", "carried", "outside"]
         cells += [f"{variant[key] / MIB:.1f}" for key in keys]
         lines.append(line(cells))
     every = [share for v in group["variants"] for timed in v["timed"].values() for share in timed["foreign"]]

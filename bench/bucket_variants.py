@@ -90,13 +90,15 @@ def every_variant(task: Task, mesh: DeviceMesh, caps: list[str]) -> list[Variant
     """All of them, each with a model of its own. caps: of our bucket, "0" for none."""
     made: list[Variant] = [Way("compute alone", "compute", copy.deepcopy(task.model), task.rows)]
     made += [ours(task, mesh, cap) for cap in caps]
+    made.append(ours(task, mesh, "1MiB", keep=True))
     return [*made, ddp(task), fsdp2(task, mesh), fairscale(task)]
 
 
-def ours(task: Task, mesh: DeviceMesh, cap: str) -> Variant:
-    """Our store at level ``parameters``."""
-    module = sw.shard(copy.deepcopy(task.model), mesh, "parameters", bucket=cap)
-    return Way(f"ours, cap {cap}", "ours", module, task.rows, 1 / mesh.size(), nullcontext, cap)
+def ours(task: Task, mesh: DeviceMesh, cap: str, keep: bool = False) -> Variant:
+    """Our store at level ``parameters``. keep: W is gathered once a step, so as many bytes travel as DDP's."""
+    module = sw.shard(copy.deepcopy(task.model), mesh, "parameters", bucket=cap, keep=keep)
+    name = f"ours, cap {cap}{', kept' if keep else ''}"
+    return Way(name, "ours", module, task.rows, 1 / mesh.size(), nullcontext, cap)
 
 
 def ddp(task: Task) -> Variant:

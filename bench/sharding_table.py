@@ -26,6 +26,19 @@ def hidden_share(group: dict[str, Any], variant: dict[str, Any], rate: str) -> f
     return (blocking - median(variant, rate)) / (blocking - median(find(group, "compute alone"), rate))
 
 
+def hidable(group: dict[str, Any], variant: dict[str, Any], rate: str) -> float:
+    """The hidden share if the step took no longer than the longest of: its products alone, its bytes on the link, all
+    that the processors do for it (ranks share them).
+    """
+    alone, blocking = (
+        median(find(group, name, family), rate)
+        for name, family in (("compute alone", None), (variant["name"], "blocking"))
+    )
+    wire = median(variant, rate, "sent") * group["ranks"] * 8 / (float(rate) * 1e9) * 1e3
+    work = median(variant, rate, "processor_ms") * group["hosts"] * group["ranks"] / group["cores"]
+    return (blocking - max(alone, wire, work)) / (blocking - alone)
+
+
 def _table(group: dict[str, Any]) -> str:
     rates = list(group["variants"][0]["timed"])
     heads = ["variant", *(f"{rate} Gbit/s: ms" for rate in rates), "hidden", "sent MiB", "peak MiB", "transient MiB"]
@@ -52,6 +65,7 @@ def _verdict(group: dict[str, Any]) -> str:
     heads = [
         "level",
         "hidden ≥ 0.7",
+        "can hide",
         "step / FSDP2's < 1",
         "step / FSDP2 + our reduce-scatter",
         "step / DDP's",
@@ -72,6 +86,7 @@ def _verdict(group: dict[str, Any]) -> str:
                 [
                     variant["name"],
                     " · ".join(f"{share:.2f} {mark(share >= 0.7)}" for share in shares),
+                    " · ".join(f"{hidable(group, variant, rate):.2f}" for rate in rates),
                     " · ".join(f"{ratio:.2f} {mark(ratio < 1)}" for ratio in against("FSDP2")),
                     " · ".join(f"{ratio:.2f}" for ratio in against("FSDP2 + our reduce-scatter")),
                     " · ".join(f"{ratio:.2f}" for ratio in against("DDP")),

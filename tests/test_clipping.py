@@ -21,6 +21,7 @@ from shardwright.trace import record
 MESHES = {
     1: {"data": 1, "tensor": 1},
     2: {"data": 1, "tensor": 2},
+    3: {"data": 3, "tensor": 1},
     4: {"data": 2, "tensor": 2},
     8: {"data": 4, "tensor": 2},
 }
@@ -86,7 +87,7 @@ def whole(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_the_norm_over_mixed_meshes_is_the_dense_one(n, p):
     answers = on_ranks(n, norm_and_clip, p)
     for error, moved, shape, dtype, collectives, bits in answers:

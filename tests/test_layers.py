@@ -53,6 +53,7 @@ def norm(axes, split, dtype=torch.float64):
         ({"data": 2, "tensor": 2}, ("data", "tensor")),
         ({"data": 2, "tensor": 2}, ("data",)),
         ({"data": 4, "tensor": 1}, ("data",)),
+        ({"data": 4, "tensor": 2}, ("data", "tensor")),
     ],
 )
 def test_b2_norm_weight_gradient_equals_dense_on_every_rank(axes, split):

@@ -36,7 +36,7 @@ def packed_gather(shapes, dtype, leased):
 
 @pytest.mark.parametrize("leased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_small_gathers_travel_as_one_message_to_each_rank(n, dtype, leased):
     assert on_ranks(n, packed_gather, SHAPES, dtype, leased) == [(True, True, 0, 0, True)] * n
 
@@ -85,7 +85,7 @@ def packed_reduction(shapes, dtype, wide):
 
 
 @pytest.mark.parametrize("dtype, wide", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_small_all_reduces_are_one(n, dtype, wide):
     assert on_ranks(n, packed_reduction, SHAPES, dtype, wide) == [(True, True)] * n
 

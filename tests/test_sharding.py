@@ -720,7 +720,7 @@ def leaks(axes):
     alive, groups = [], []
     for _ in range(5):
         case = CASES["everything"]
-        model = sw.shard(make(case), mesh, **levels["parameters"])
+        model = sw.shard(make(case), mesh, bucket="1MiB", **levels["parameters"])
         loss = Losses(model, case)(batches_of(case, dist.get_rank(), 0, torch.float64))
         loss.backward()
         del loss
@@ -734,7 +734,7 @@ def leaks(axes):
     return [type(each).__name__ for each in alive], groups
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"replica": 2, "shard": 2}])
+@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2}, {"data": 3}, {"data": 8}, {"replica": 2, "shard": 2}])
 def test_nothing_outlives_the_model(axes):
     for alive, groups in on_ranks(torch.Size(axes.values()).numel(), leaks, axes):
         assert alive == []
@@ -776,9 +776,9 @@ class OnGrid(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def on_two_meshes():
+def on_two_meshes(data):
     """(errors, the most reductions alive in one group, the sizes of the groups)."""
-    mesh = dense.mesh_of(data=2, tensor=2)
+    mesh = dense.mesh_of(data=data, tensor=2)
     model = nn.Sequential(*(OnGrid(mesh, seed) for seed in range(4)))
     plain = nn.Sequential(*(OnGrid(None, seed) for seed in range(4)))
     placements = model[0].up.input_placements
@@ -809,10 +809,11 @@ def on_two_meshes():
 
 
 def test_two_meshes_in_a_unit_hold_one_reduction_a_group():
-    for errors, alive, groups in on_ranks(4, on_two_meshes):
-        assert max(errors.values()) <= 1e-12, errors
-        assert alive == 1
-        assert groups == [2, 4]
+    for data in (2, 4):
+        for errors, alive, groups in on_ranks(2 * data, on_two_meshes, data):
+            assert max(errors.values()) <= 1e-12, errors
+            assert alive == 1
+            assert groups == [data, 2 * data]
 
 
 # -- memory, and its rehearsal ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ of one dtype, sorted by size, must fit under the slots, sorted by size, one by o
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Arena:
         self.slots = slots
         self.poison = poison
         self._leases: dict[int, _Lease] = {}
+        self._sizes: dict[str, list[int]] = {}  # of the leases of each dtype, smallest first
         self._most: dict[str, list[int]] = {}
 
     def lease(
@@ -69,14 +71,18 @@ class Arena:
     def _enter(self, tensor: torch.Tensor, dtype: str, size: int, owner: str) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
+        self._leave(key)
         reference = weakref.ref(storage, lambda gone: self._forget(key, gone))
         self._leases[key] = _Lease(owner, dtype, size, reference)
+        bisect.insort(self._sizes.setdefault(dtype, []), size)
         if self.poison:
             self._spoil(tensor)
 
     def _admit(self, dtype: str, size: int, owner: str) -> None:
-        sizes = sorted([size, *(lease.size for lease in self._leases.values() if lease.dtype == dtype)], reverse=True)
+        held = self._sizes.get(dtype, [])
+        larger = len(held) - bisect.bisect_left(held, size)
         if self.slots is not None:
+            sizes = sorted([size, *held], reverse=True)
             stated = sorted(self.slots.get(dtype, ()), reverse=True)
             if len(sizes) > len(stated) or any(a > b for a, b in zip(sizes, stated, strict=False)):
                 holders = ", ".join(f"{lease.owner} {lease.size} B" for lease in self._leases.values())
@@ -85,19 +91,28 @@ class Arena:
                     f"{stated} B. Raise arena.{dtype} in the plan, or set arena: null"
                 )
         most = self._most.setdefault(dtype, [])
-        most += [0] * (len(sizes) - len(most))
-        for place, held in enumerate(sizes):
-            most[place] = max(most[place], held)
+        most += [0] * (1 + len(held) - len(most))
+        below = held[: len(held) - larger]
+        for place, each in enumerate([size, *reversed(below)], larger):  # the larger ones keep their places
+            most[place] = max(most[place], each)
 
     def _forget(self, key: int, gone: Any) -> None:
         lease = self._leases.get(key)
         if lease is not None and lease.reference is gone:
-            del self._leases[key]
+            self._leave(key)
+
+    def _leave(self, key: int) -> None:
+        lease = self._leases.pop(key, None)
+        if lease is not None:
+            sizes = self._sizes[lease.dtype]
+            del sizes[bisect.bisect_left(sizes, lease.size)]
 
     def end(self, tensor: torch.Tensor) -> None:
         """Releases the tensor's memory now, if it is leased here; any other tensor is left alone."""
-        if self._leases.pop(id(tensor.untyped_storage()), None) is None:
+        key = id(tensor.untyped_storage())
+        if key not in self._leases:
             return
+        self._leave(key)
         trace.released(tensor)
         if self.poison:
             self._spoil(tensor)
@@ -106,7 +121,7 @@ class Arena:
 
     def give(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor now belongs to who holds it (the autograd graph, say); its lease is over, its memory stays."""
-        self._leases.pop(id(tensor.untyped_storage()), None)
+        self._leave(id(tensor.untyped_storage()))
         return tensor
 
     def _spoil(self, tensor: torch.Tensor) -> None:

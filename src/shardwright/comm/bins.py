@@ -118,7 +118,7 @@ class _Travelling(Protocol):
     """A bin under way."""
 
     def advance(self) -> None:
-        """Takes in one more arrival."""
+        """Takes in one more arrival, where another is to follow in its place."""
 
     def finish(self, keep: bool) -> None:
         """Until nothing travels any more, and all memory is given back. keep: the sums are in the destinations."""
@@ -167,7 +167,8 @@ class _Exchange:
             self._sums.add_(lane)
 
     def advance(self) -> None:
-        self._advance(keep=True)
+        if self._sources:
+            self._advance(keep=True)
 
     def _advance(self, keep: bool) -> None:
         if not self._arrivals:

@@ -217,6 +217,11 @@ class Scattering:
             work = dist.reduce_scatter_tensor(self._total, whole, group=group.process_group, async_op=True)
         return cast(dist.Work, work)
 
+    @property
+    def more(self) -> bool:
+        """Whether something is to come that has no room yet: the next ``advance`` makes it."""
+        return self._all is None and self._taken + len(self._arrivals) < len(self._sources)
+
     def advance(self) -> None:
         """Takes in the next arrival, and lets the one after it travel."""
         if self._all is not None or not self._arrivals:

@@ -121,10 +121,11 @@ class ScatteringTogether(_Together):
             self._each = [Scattering(whole, part, group, module, "blocking", wide) for whole, part in pairs]
 
     def advance(self) -> None:
-        """Takes in what is next to arrive, and lets what follows travel."""
+        """Takes in what is next to arrive where something is to follow in its place. Nothing else is waited for."""
         with trace.unlogged():
-            for handle in self._each:
-                cast(Scattering, handle).advance()
+            for handle in cast(Sequence[Scattering], self._each):
+                if handle.more:
+                    handle.advance()
 
 
 class ReducingTogether(_Together):

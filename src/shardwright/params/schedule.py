@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from shardwright.params.stored import StoredParameter
 
 
+TURNS = 16
+"""How often, at most, reductions are advanced while one unit's gradients are made."""
+
+
 class InFlightError(RuntimeError):
     """More units gathered at once than stated; the message names the unit that asked."""
 
@@ -66,6 +70,7 @@ class Schedule:
         self._following: list[Unit] = []
         self._moving: deque[tuple[Iterator[Handles], Handles]] = deque()
         self._sharing = Sharing()
+        self._made = 0  # bytes of gradients since reductions were last advanced
 
     def new_unit(self, name: str, sharding: Sharding) -> Unit:
         """A unit without members yet."""
@@ -163,10 +168,14 @@ class Schedule:
         """Called by whatever happens first in a backward."""
         if self._task == task:
             return
+        self._made = 0
         self._task = task  # another one than before without a forward since is a backward inside of one
         self._enter("backward")
-        held = [unit for unit in self.units if unit.sharding.level in self.accumulating]
-        self._sharing.expect([s for unit in self.units if unit not in held for s in unit.members if s.trains])
+        for unit in self.units:
+            trained = [stored for stored in unit.members if stored.trains]
+            unit.trained_bytes = sum(stored.whole_bytes for stored in trained)
+            if unit.sharding.level not in self.accumulating:
+                self._sharing.expect(trained)
         engine: Any = Variable._execution_engine
         engine.queue_callback(self._end_backward)
 
@@ -222,8 +231,16 @@ class Schedule:
         if handles is not None:
             self._moving.append((stages, handles))
 
-    def advance(self) -> None:
-        """Lets reductions under way take in what is next to arrive."""
+    def advance(self, stored: StoredParameter) -> None:
+        """A gradient of ``stored`` was made: lets reductions under way take in what is next to arrive.
+
+        Once for each sixteenth of its unit: small gradients come so close to each other that to wait at each of them
+        would leave nothing to travel beside the products.
+        """
+        self._made += stored.whole_bytes
+        if TURNS * self._made < stored.unit.trained_bytes:
+            return
+        self._made = 0
         for _, handles in self._moving:
             for handle in handles:
                 handle.advance()

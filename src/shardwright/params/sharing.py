@@ -32,12 +32,13 @@ class Sharing:
     def __init__(self) -> None:
         self._buckets: dict[tuple[Kind, AxisGroup, int], GradientBucket] = {}
         self._taken: list[tuple[StoredParameter, torch.Tensor]] = []
+        self._stand_ins: dict[StoredParameter, torch.Tensor | None] = {}
 
     def expect(self, members: Sequence[StoredParameter]) -> None:
         """A backward begins that may bring gradients of ``members``."""
         for stored in members:
-            if self._shares(stored):
-                like = _stand_in(stored, stored.whole_shape)
+            like = self._stand_in(stored)
+            if like is not None:
                 total = stored.local if stored.wide(like) else like
                 self._first(stored).expect(like, total)
                 if stored.gather_group.size > 1 and stored.rest_group.size > 1:
@@ -45,7 +46,7 @@ class Sharing:
 
     def take(self, stored: StoredParameter, gradient: torch.Tensor) -> bool:
         """Takes a copy of a small gradient; False where it is to travel by itself."""
-        if not self._shares(stored):
+        if self._stand_in(stored) is None:
             return False
         if stored.gather_group.size > 1:
             result = stored.new_gradient(gradient).zero_()
@@ -83,11 +84,17 @@ class Sharing:
             if of_kind == kind:
                 bucket.flush()
 
+    def _stand_in(self, stored: StoredParameter) -> torch.Tensor | None:
+        """Like its gradients on this rank, without their memory; None where they travel by themselves."""
+        if stored not in self._stand_ins:
+            self._stand_ins[stored] = _like(stored, stored.whole_shape) if self._shares(stored) else None
+        return self._stand_ins[stored]
+
     def _shares(self, stored: StoredParameter) -> bool:
         """Whether its gradients are small, wherever they are formed."""
         if not stored.unit.sharding.bucket or max(stored.gather_group.size, stored.rest_group.size) == 1:
             return False
-        like = _stand_in(stored, stored.most_shape)
+        like = _like(stored, stored.most_shape)
         return self._first(stored).takes(like, stored.local if stored.wide(like) else like)
 
     def _first(self, stored: StoredParameter) -> GradientBucket:
@@ -103,7 +110,7 @@ class Sharing:
         return self._buckets[key]
 
 
-def _stand_in(stored: StoredParameter, shape: Sequence[int]) -> torch.Tensor:
+def _like(stored: StoredParameter, shape: Sequence[int]) -> torch.Tensor:
     """A gradient's shape and element type, without its memory."""
     with trace.quiet():
         return torch.empty((), dtype=stored.dtype, device=stored.local.device).expand(shape)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright import trace
 from shardwright.comm import Runtime
-from shardwright.params.placement import cut_of, wrap
+from shardwright.params.placement import cut_of
 from shardwright.params.schedule import Schedule
 from shardwright.params.unit import Unit, Use
 from shardwright.sharding import Sharding
@@ -27,6 +27,9 @@ class StoredParameter:
     window: the rows [start, stop) of the used tensor that this rank's products read, where not all of them (heads of
     keys and values that several ranks share); gradients of the others are zero here. unit: by default one of its own
     that is stored whole. storage: the axes, all partial, over which dimension 0 of the used tensor [rows, …] is split.
+
+    dtype: the element type in which products read W. gathers: whether they read another tensor than the stored one.
+    whole_bytes: of the whole parameter over the mesh: the same on every rank, so that what travels may depend on it.
     """
 
     def __init__(
@@ -54,6 +57,10 @@ class StoredParameter:
         self.unit = unit
         self.gather_group = self.runtime.group(storage).joined()  # storage is one axis of its mesh
         self.rest_group = self.runtime.group(tuple(axis for axis in self.partial_axes if axis not in storage))
+        name = unit.sharding.dtype
+        self.dtype: torch.dtype = parameter.dtype if name is None else getattr(torch, name)
+        self.gathers = self.gather_group.size > 1 or self.dtype != parameter.dtype
+        self.whole_bytes = parameter.numel() * self.dtype.itemsize
         self._rows = rows
         self._whole: torch.Tensor | None = None
         self._fresh: torch.Tensor | None = None
@@ -67,12 +74,6 @@ class StoredParameter:
     def local(self) -> torch.Tensor:
         """This rank's stored shard."""
         return cast(DTensor, self.parameter)._local_tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The element type in which products read W."""
-        name = self.unit.sharding.dtype
-        return self.parameter.dtype if name is None else cast(torch.dtype, getattr(torch, name))
 
     @property
     def whole_shape(self) -> torch.Size:
@@ -95,19 +96,9 @@ class StoredParameter:
         return shape if self.window is None else torch.Size((self.window[1] - self.window[0], *shape[1:]))
 
     @property
-    def gathers(self) -> bool:
-        """Whether products read another tensor than the stored one."""
-        return self.gather_group.size > 1 or self.dtype != self.parameter.dtype
-
-    @property
     def trains(self) -> bool:
         """Whether a gradient is wanted."""
         return self.parameter.requires_grad
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the whole parameter over the mesh: the same on every rank, so that what travels may depend on it."""
-        return self.parameter.numel() * self.dtype.itemsize
 
     def lease(self, use: Use | None = None) -> torch.Tensor:
         """W as products read it: good until another unit is asked for, or the backward of ``use`` is over.
@@ -171,7 +162,7 @@ class StoredParameter:
             gradient, owned = whole, True
         schedule = self.unit.schedule
         schedule.begin_backward(torch._C._current_graph_task_id())
-        schedule.advance()
+        schedule.advance(self)
         if self._fresh is None:
             self._fresh, self._fresh_owned = gradient, owned
         else:
@@ -255,6 +246,7 @@ class StoredParameter:
         """Adds the reduced gradient to ``.grad``."""
         parameter = cast(DTensor, self.parameter)
         if parameter.grad is None:
-            parameter.grad = wrap(gradient, parameter.shape, parameter.device_mesh, parameter.placements)
+            # of the parameter's own spec: to make one costs ten times as much
+            parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)
         else:
             cast(DTensor, parameter.grad)._local_tensor.add_(gradient)

@@ -54,13 +54,13 @@ class Unit:
 
     open, busy: how many forwards, and backwards, of the unit's module are at work, where modules tell (lending.py). W
     is not released meanwhile. vacated: members whose W backward has released already. ready: members whose dW may
-    travel, in order.
+    travel, in order. trained_bytes: of the members whose gradients this backward is to bring.
     """
 
     def __init__(self, name: str, schedule: Schedule, sharding: Sharding):
         self.name, self.schedule, self.sharding = name, schedule, sharding
         self.members: list[StoredParameter] = []
-        self.open = self.busy = 0
+        self.open = self.busy = self.trained_bytes = 0
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self.gathered = False
         self.vacated: list[StoredParameter] = []
@@ -160,15 +160,17 @@ class Unit:
             self.vacated.append(stored)
         if stored.has_fresh:
             self.ready.append(stored)
-        if not self.uses:
-            return
+            if self.uses and self._is_fair_share():
+                self.schedule.reduce(self, self.take_fresh(self.ready))
+                self.ready = []
+
+    def _is_fair_share(self) -> bool:
+        """Whether what is ready is worth a launch, and what is still to come another."""
+        every = self.trained_bytes
+        if FAIR_SHARE * sum(other.whole_bytes for other in self.ready) < every:
+            return False
         waiting = {other.stored for other in self.uses if other.stored is not None and other.stored.trains}
-        to_come = sum(other.whole_bytes for other in waiting)
-        here = sum(other.whole_bytes for other in self.ready)
-        every = sum(other.whole_bytes for other in self.members if other.trains)
-        if FAIR_SHARE * min(here, to_come) >= every:
-            self.schedule.reduce(self, self.take_fresh(self.ready))
-            self.ready = []
+        return FAIR_SHARE * sum(other.whole_bytes for other in waiting) >= every
 
     def complete(self) -> None:
         """No living use is left in this backward: W is released, and what was deposited is reduced."""

@@ -1,7 +1,7 @@
 """The fastest grid for one linear: when one dimension is enough, and when two or three pay.
 
-Every way to write the ranks as pm × pn × pk, and every choice of what X, W and Y do on the axes that they do not need,
-is priced by its formulas: the products and, one after the other, what cost/volume.py says travels in forward and backward.
+Every way to write the ranks as pm × pn × pk, and every choice of what X, W and Y do on axes that they do not need, is
+priced by its formulas: the products and, one after the other, what cost/volume.py says travels in both passes.
 """
 
 from __future__ import annotations
