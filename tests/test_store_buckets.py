@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +15,8 @@ import tiny
 from ranks import on_ranks
 from reference import assert_same
 from shardwright._rehearse import rehearse
+from shardwright.comm import exchange
+from shardwright.params.stored import StoredParameter
 from test_sharding import CASES, FEW, LEVELS, counts, gradients_match, record_steps
 
 CAP = 2**13
@@ -105,6 +109,35 @@ def test_norms_of_all_blocks_are_reduced_in_few_operations():
         for cap, expected in ((0, {"all_reduce": 6}), ("1MiB", {"all_reduce": 1})):
             for trace, _, _ in on_ranks(world, run_normed, "replicate", 6, 48, cap):
                 assert counts(trace, 2) == (expected if world > 1 else {})
+
+
+def awaited_at_deposits(cap):
+    """How many arrivals are waited for where a gradient is deposited, in a backward of 6 norms and linears."""
+    deposit, depositing, found = StoredParameter.deposit, [], []
+
+    def watched(self, *args):
+        depositing.append(self)
+        deposit(self, *args)
+        depositing.pop()
+
+    def waited(self):
+        found.extend(depositing)
+        advance(self)
+
+    advance = exchange.Scattering.advance
+    with (
+        mock.patch.object(StoredParameter, "deposit", watched),
+        mock.patch.object(exchange.Scattering, "advance", waited),
+    ):
+        run_normed("parameters", 6, 48, cap, 1)
+    return len(found)
+
+
+def test_small_gradients_do_not_wait_for_what_travels():
+    """On 3 ranks all arrivals have room at once; on 8 there are 7, of which 3 have, and 4 launches may take in some."""
+    assert on_ranks(3, awaited_at_deposits, 0) == [0] * 3
+    for awaited in on_ranks(8, awaited_at_deposits, 0):
+        assert 0 < awaited <= 6 * 4 * 4
 
 
 def test_in_a_plan_a_bucket_trains_alike_and_is_rehearsed_and_a_unit_may_stay_out():
