@@ -78,9 +78,11 @@ def remembered(family: Any, config: Any, plan: Plan, rank: int, steps: int, shor
 
 
 def few(*asked: Any) -> Iterator[Structure]:
-    """Of the structures those on one tensor axis, with one micro-batch, and parameters either whole or sharded."""
-    levels = ("replicate", "parameters")
-    return (s for s in structures(*asked) if s.accumulation == 1 and s.l == 1 and s.level in levels and not s.keep)
+    """Of the structures those on one tensor axis, with one micro-batch; parameters are whole, or split over all."""
+    for each in structures(*asked):
+        levels = ("replicate", "parameters") if each.tensor == 1 else ("replicate",)
+        if each.accumulation == 1 and each.l == 1 and each.level in levels and not each.keep:
+            yield each
 
 
 @pytest.fixture

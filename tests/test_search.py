@@ -1,0 +1,146 @@
+"""The search: certified, exact by its own model, monotone in the budget, and led by the network (ACCEPTANCE E2–E6)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import shardwright as sw
+from planned import Here, cluster, problem, quick, searched  # noqa: F401 (a fixture)
+from shardwright._errors import DoesNotFit
+from shardwright.mesh import ranks_along
+from shardwright.planner.pareto import curve
+from shardwright.planner.search import FIRST, Candidate, _price_all, candidates_of
+from shardwright.planner.solve import fastest, peak_of, seconds_of
+from shardwright.planner.space import MODES
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def sound(found) -> None:
+    """The plan says what its rehearsal says, and how sure it is."""
+    plan, trace = found.plan, sw.rehearse(found.plan.config_path, found.plan)
+    assert found.composed.expected() == {
+        "peak": trace.peak_bytes,
+        "saved": trace.saved_bytes,
+        "volume": trace.sent_bytes,
+    }
+    assert plan.predicted.peak == trace.phase_peaks
+    assert (plan.predicted.saved, plan.predicted.volume) == (trace.saved_bytes, trace.sent_bytes)
+    assert trace.peak_bytes <= found.problem.memory
+    assert 0 < plan.bound <= plan.objective == found.mix.seconds
+    assert plan.gap == (plan.objective - plan.bound) / plan.objective
+    assert plan.world_size == found.problem.devices
+    assert plan.batch * plan.accumulation == found.problem.batch
+
+
+def test_e2_the_plan_is_certified():
+    found = searched(problem(cluster()))
+    sound(found)
+    assert found.left == ()
+    assert found.plan.gap == 0
+    assert found.mix.seconds == pytest.approx(found.plan.predicted.time, rel=1e-9), "all of its blocks are alike"
+
+
+def test_every_structure_priced_none_is_faster_and_limits_are_limits():
+    found = searched(problem(cluster()))
+    priced = [_price_all(found.problem, each, FIRST, Here()) for each in candidates_of(found.problem)]
+    assert len(priced) > len(found.looked_at), "the search left none out"
+    assert found.mix.seconds <= min(each.seconds for each in priced) * (1 + 1e-9)
+    for each in priced:
+        assert each.limits.seconds <= each.seconds and each.limits.memory <= each.lean.peak, each.structure
+
+
+def test_e3_a_larger_memory_is_never_slower():
+    roomy = searched(problem(cluster()))
+    peak = roomy.certificate.peak_bytes
+    times = [roomy.mix.seconds]
+    for share in (0.95, 0.9, 0.85):
+        found = searched(problem(cluster(), memory=int(peak * share)))
+        sound(found)
+        times.append(found.mix.seconds)
+    assert times == sorted(times)
+    assert times[-1] > times[0]
+
+
+def test_e3_what_does_not_fit_names_the_least_that_does():
+    with pytest.raises(DoesNotFit) as error:
+        searched(problem(cluster(), memory=1000))
+    assert "\n" not in str(error.value)
+    told = re.match(
+        r"memory: found 1000 B \(1,000 bytes\) a device; allowed: .* \(([\d,]+) bytes\) at least, with ",
+        str(error.value),
+    )
+    assert told, error.value
+    least = int(told[1].replace(",", ""))
+    sound(searched(problem(cluster(), memory=least)))
+    with pytest.raises(DoesNotFit):
+        searched(problem(cluster(), memory=least - 1))
+
+
+def priced(mesh: dict[str, int]) -> Candidate:
+    """The structure on this mesh that splits tokens, parameters whole, priced in every mode."""
+    asked = problem(cluster(within=1e8, between=1e8))
+    found = next(c for c in candidates_of(asked) if c.structure.mesh == mesh and c.structure.stream == "split")
+    return _price_all(asked, found, MODES, Here())
+
+
+def uniform(candidate: Candidate, budget: int) -> list[float]:
+    """Seconds of the plans that fit and whose blocks all go one way, by brute force."""
+    assert candidate.frame is not None
+    frame, ways, units = candidate.frame, candidate.ways, candidate.units
+    same = [tuple(units * (k == way) for k in range(len(ways))) for way in range(len(ways))]
+    return [seconds_of(frame, ways, counts) for counts in same if peak_of(frame, ways, counts) <= budget]
+
+
+def test_e4_first_and_last_blocks_choose_differently_where_it_pays():
+    one = priced({"data": 1, "tensor": 4})
+    mixed = 0
+    for point in curve([one]):
+        mix = one.within(point.peak)
+        assert mix is not None
+        if sum(map(bool, mix.counts)) > 1:
+            mixed += 1
+            assert mix.seconds < min(uniform(one, point.peak), default=float("inf"))
+    assert mixed >= 1
+
+
+def test_e4_attention_and_mlp_choose_differently_where_it_pays():
+    one = priced({"data": 1, "tensor": 4})
+    assert one.frame is not None
+    alike = [number for number, (attention, mlp, _) in enumerate(one.choices) if attention == mlp]
+    apart = 0
+    for point in curve([one]):
+        mix = one.within(point.peak)
+        assert mix is not None
+        if any(count and number not in alike for number, count in enumerate(mix.counts)):
+            apart += 1
+            other = fastest(one.frame, [one.ways[number] for number in alike], one.units, point.peak)
+            assert other is None or mix.seconds < other.seconds
+    assert apart >= 1
+
+
+def chosen(within: float, between: float) -> dict[str, int]:
+    """The mesh of the plan for links of so many bytes per second."""
+    found = searched(problem(cluster(within, between)))
+    return found.plan.mesh
+
+
+def test_e6_slow_links_between_hosts_keep_features_within_a_host():
+    mesh = chosen(within=1e9, between=1e8)
+    assert mesh == {"data": 2, "tensor": 2}
+    groups = {ranks_along(rank, ("tensor",), mesh) for rank in range(4)}
+    assert {tuple(rank // 2 for rank in ranks) for ranks in groups} == {(0, 0), (1, 1)}
+
+
+def test_e6_where_all_links_are_alike_it_differs():
+    assert chosen(within=1e7, between=1e7) == {"data": 4, "tensor": 1}
+
+
+def test_a_link_said_to_be_ten_times_too_fast_changes_the_plan():
+    """Within hosts it draws the split of features there, between them the split of tokens over all."""
+    assert chosen(within=1e7, between=1e7) == {"data": 4, "tensor": 1}
+    assert chosen(within=1e8, between=1e7) == {"data": 2, "tensor": 2}
+    assert chosen(within=1e9, between=1e8) == {"data": 2, "tensor": 2}
+    assert chosen(within=1e9, between=1e9) == {"data": 4, "tensor": 1}
