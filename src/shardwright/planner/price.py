@@ -265,10 +265,16 @@ def plan_of(
         accumulation=structure.accumulation,
         layouts=layouts,
         params={"*": structure.params},
-        recompute={names: word for names, word in patterns(family.blocks, "", recompute).items() if word != "none"}
-        if recompute.count("none") * 2 >= len(recompute)
-        else patterns(family.blocks, "", recompute),
+        recompute=_recomputed(family.blocks, recompute),
     )
+
+
+def _recomputed(blocks: str, words: Sequence[str]) -> dict[str, str]:
+    """Patterns of what is recomputed; nothing needs to be said of the rest where that is the usual choice."""
+    found = patterns(blocks, "", words)
+    if found[f"{blocks}.*"] == "none":
+        del found[f"{blocks}.*"]
+    return found
 
 
 def _block(name: str, blocks: str) -> int | None:

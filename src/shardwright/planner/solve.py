@@ -23,7 +23,6 @@ Every line is linear in x, and one for run k counts only where x_k > 0: a binary
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -110,16 +109,30 @@ def leanest(frame: Frame, ways: Sequence[Way], blocks: int) -> Mix:
     """The mix that needs least memory (its ``peak``)."""
     program = _Program(frame, ways, blocks)
     program.within(None)
+    costs = [way.seconds for way in ways]
     found = program.solve([0.0] * len(ways), 1.0, 0.0)
     assert found is not None  # without a budget every mix is allowed
+    while True:  # the solver weighs peaks by its tolerance, a budget is kept to the byte
+        program.within(found.peak - 1)
+        leaner = program.solve(costs, 0.0, frame.seconds)
+        if leaner is None:
+            break
+        found = leaner
     seconds = seconds_of(frame, ways, found.counts)
     return Mix(found.counts, seconds, seconds, found.peak)
 
 
 class _Program:
-    """Columns x_1…x_K (integers), y_1…y_K (0 or 1), and, without a budget, the peak z. Bytes are scaled to MiB."""
+    """Columns x_1…x_K (integers), y_1…y_K (0 or 1), and, without a budget, the peak z.
 
-    SCALE = 2.0**-20
+    The solver takes what is within its tolerance for equal. So bytes are counted in units of which the largest sum has
+    some thousand, where the tolerance is below a byte and rounding far below it, and costs in units of which the
+    dearest way has a thousand; and a mix that is over the budget after all, by a byte, is forbidden by name.
+    """
+
+    LARGEST_BITS = 10
+    TOLERANCE = 1e-9
+    DEAREST = 1e3
 
     def __init__(self, frame: Frame, ways: Sequence[Way], blocks: int):
         self.frame, self.ways, self.blocks = frame, ways, blocks
@@ -160,50 +173,61 @@ class _Program:
 
     def solve(self, costs: Sequence[float], peak_cost: float, constant: float) -> Mix | None:
         """Least Σ costs·x + peak_cost·z."""
-        count = len(self.ways)
-        free = self.budget is None
+        dearest = max((abs(cost) for cost in costs), default=0.0)
+        scaled = self.DEAREST / dearest if dearest else 1.0
+        model = self._model([cost * scaled for cost in costs], peak_cost)
+        while True:
+            model.run()
+            if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+                return None
+            counts = tuple(round(value) for value in model.getSolution().col_value[: len(self.ways)])
+            peak = peak_of(self.frame, self.ways, counts)
+            if self.budget is None or peak <= self.budget:
+                break
+            self._forbid(model, counts)
+        seconds, info = seconds_of(self.frame, self.ways, counts), model.getInfo()
+        bound = seconds  # a gap of 0 says that nothing is left to look at; mip_dual_bound may lag behind then
+        if info.mip_gap > 0:
+            bound = min(seconds, constant + float(info.mip_dual_bound) / scaled)
+        return Mix(counts, seconds, bound, peak)
+
+    def _model(self, costs: Sequence[float], peak_cost: float) -> highspy.Highs:
+        count, infinite = len(self.ways), highspy.kHighsInf
         model = _silent_solver()
-        model.setOptionValue("mip_rel_gap", 0.0)
-        model.setOptionValue("mip_abs_gap", 0.0)
-        model.setOptionValue("threads", 1)
-        for tolerance in ("mip_feasibility_tolerance", "primal_feasibility_tolerance"):
-            model.setOptionValue(tolerance, 1e-10)
-        infinite = highspy.kHighsInf
+        options = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "threads": 1, "small_matrix_value": 1e-12}
+        kinds = ("mip_feasibility", "primal_feasibility", "dual_feasibility")
+        for name, value in (options | {f"{kind}_tolerance": self.TOLERANCE for kind in kinds}).items():
+            model.setOptionValue(name, value)
         for cost in costs:
-            model.addCol(float(cost), 0.0, float(self.blocks), 0, np.array([], dtype=np.int32), np.array([]))
+            _column(model, cost, self.blocks)
         for _ in range(count):
-            model.addCol(0.0, 0.0, 1.0, 0, np.array([], dtype=np.int32), np.array([]))
-        if free:
+            _column(model, 0.0, 1)
+        if self.budget is None:
             model.addCol(peak_cost, -infinite, infinite, 0, np.array([], dtype=np.int32), np.array([]))
-        for column in range(2 * count):
-            model.changeColIntegrality(column, highspy.HighsVarType.kInteger)
         _row(model, dict.fromkeys(range(count), 1.0), float(self.blocks), float(self.blocks))
         for k in range(count):
             _row(model, {k: 1.0, count + k: -float(self.blocks)}, -infinite, 0.0)
+        room = 0.0 if self.budget is None else float(self.budget)
+        unit = self._unit(room)
         for x, y, alive in self._rows:
-            entries = {k: value * self.SCALE for k, value in enumerate([*x, *y]) if value}
-            if free:
+            entries = {k: value * unit for k, value in enumerate([*x, *y]) if value}
+            if self.budget is None:
                 entries[2 * count] = -1.0
-            room = 0.0 if self.budget is None else float(self.budget)
-            _row(model, entries, -infinite, (room - alive) * self.SCALE)
-        model.run()
-        if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return None
-        counts = tuple(round(value) for value in model.getSolution().col_value[:count])
-        peak = peak_of(self.frame, self.ways, counts)
-        if self.budget is not None and peak > self.budget:  # within the solver's tolerance, not to the byte
-            return self._to_the_byte(costs, peak_cost, constant, peak - self.budget)
-        bound = constant + float(model.getInfo().mip_dual_bound)
-        seconds = seconds_of(self.frame, self.ways, counts)
-        return Mix(counts, seconds, min(seconds, bound) if math.isfinite(bound) else seconds, peak)
+            _row(model, entries, -infinite, (room - alive) * unit)
+        return model
 
-    def _to_the_byte(self, costs: Sequence[float], peak_cost: float, constant: float, over: int) -> Mix | None:
-        """Once more with a budget that is smaller by what the solver's tolerance let through."""
-        assert self.budget is not None
-        tighter = _Program(self.frame, self.ways, self.blocks)
-        tighter.within(self.budget - over)
-        found = tighter.solve(costs, peak_cost, constant)
-        return found
+    def _unit(self, room: float) -> float:
+        """A power of two."""
+        largest = max(room, *(abs(alive) for _, _, alive in self._rows))
+        return 2.0 ** min(0, self.LARGEST_BITS - int(largest).bit_length())
+
+    def _forbid(self, model: highspy.Highs, counts: Sequence[int]) -> None:
+        """Any other mix has more blocks of some way: one of these columns, each of which says so of a way, is 1."""
+        first = model.getNumCol()
+        for k, count in enumerate(counts):
+            _column(model, 0.0, 1)
+            _row(model, {k: -1.0, first + k: count + 1.0}, -highspy.kHighsInf, 0.0)
+        _row(model, dict.fromkeys(range(first, first + len(counts)), 1.0), 1.0, highspy.kHighsInf)
 
 
 def _silent_solver() -> highspy.Highs:
@@ -219,6 +243,12 @@ def _silent_solver() -> highspy.Highs:
             os.dup2(kept, 1)
             os.close(kept)
     return model
+
+
+def _column(model: highspy.Highs, cost: float, most: int) -> None:
+    """A whole number from 0 to ``most``."""
+    model.addCol(cost, 0.0, float(most), 0, np.array([], dtype=np.int32), np.array([]))
+    model.changeColIntegrality(model.getNumCol() - 1, highspy.HighsVarType.kInteger)
 
 
 def _row(model: highspy.Highs, entries: dict[int, float], low: float, high: float) -> None:

@@ -1,0 +1,159 @@
+"""The integer program equals brute force over every mix, to the byte and to the bound (ACCEPTANCE E1, E3)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.planner.solve import Frame, Mix, Way, fastest, leanest, peak_of, seconds_of
+
+INSTANCES = 400
+UNITS = {"bytes": 1, "KiB": 2**10, "odd MiB": 2**20 + 1, "odd GiB": 2**30 - 3}
+"""What one step of a drawn size stands for: the solver must be exact at all of them."""
+
+Instance = tuple[Frame, tuple[Way, ...], int]
+
+
+def way(rng: random.Random, name: str, unit: int, second: float) -> Way:
+    """A way whose block adds less than it needs at most; a recomputed one adds little and gives back more."""
+    forward, backward = rng.randint(0, 9) * unit, rng.randint(-9, 9) * unit
+    return Way(
+        name,
+        rng.randint(1, 20) * second,
+        rng.randint(0, 6) * unit,
+        forward,
+        forward + rng.randint(0, 9) * unit + rng.randint(0, 2),
+        backward,
+        max(0, backward) + rng.randint(0, 12) * unit + rng.randint(0, 2),
+    )
+
+
+def drawn(seed: int, unit: int | None = None) -> Instance:
+    """A frame, up to 4 ways and up to 8 blocks."""
+    rng = random.Random(seed)
+    unit, second = unit or rng.choice(list(UNITS.values())), rng.choice((1.0, 1e-3, 3e-6))
+    ways = tuple(way(rng, str(k), unit, second) for k in range(rng.randint(1, 4)))
+    before, between = rng.randint(0, 5) * unit, rng.randint(-3, 5) * unit
+    frame = Frame(
+        rng.choice((0.0, rng.random() * second)),
+        rng.randint(0, 30) * unit,
+        before,
+        before + rng.randint(0, 20) * unit,
+        between,
+        max(0, between) + rng.randint(0, 20) * unit,
+        rng.randint(0, 20) * unit,
+    )
+    return frame, ways, rng.randint(1, 8)
+
+
+def mixes(ways: int, blocks: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write ``blocks`` as so many counts."""
+    if ways == 1:
+        yield (blocks,)
+        return
+    for count in range(blocks + 1):
+        yield from ((count, *rest) for rest in mixes(ways - 1, blocks - count))
+
+
+def alive(frame: Frame, ways: tuple[Way, ...], counts: tuple[int, ...]) -> int:
+    """The peak of a mix, by walking through its blocks one by one: nothing is taken from the solver."""
+    order = [way for way, count in zip(ways, counts, strict=True) for _ in range(count)]
+    now = frame.resident + sum(way.resident for way in order)
+    seen = [now + frame.before_top]
+    now += frame.before
+    for each in order:
+        seen.append(now + each.forward_top)
+        now += each.forward
+    seen.append(now + frame.between_top)
+    now += frame.between
+    for each in reversed(order):
+        seen.append(now + each.backward_top)
+        now += each.backward
+    return max(*seen, now + frame.after_top)
+
+
+def budgets(peaks: list[int]) -> list[int]:
+    """At, one byte below and above the least, the middle and the largest peak, and a little less than fits."""
+    few = sorted({min(peaks), sorted(peaks)[len(peaks) // 2], max(peaks)})
+    return [peak + more for peak in few for more in (-1, 0, 1) if peak + more >= 0]
+
+
+def check(instance: Instance, found: Mix | None, budget: int, table: dict[tuple[int, ...], tuple[float, int]]) -> None:
+    frame, ways, _ = instance
+    fitting = [seconds for seconds, peak in table.values() if peak <= budget]
+    assert (found is None) == (not fitting), (found, budget)
+    if found is not None:
+        assert found.seconds == pytest.approx(min(fitting), rel=1e-9), (found, budget)
+        assert (found.seconds, found.peak) == (seconds_of(frame, ways, found.counts), alive(frame, ways, found.counts))
+        assert found.peak <= budget
+        assert found.bound <= found.seconds
+        assert found.gap == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_e1_the_fastest_mix_is_that_of_brute_force(part, capfd):
+    tight = 0
+    for seed in range(part, INSTANCES, 4):
+        instance = frame, ways, blocks = drawn(seed)
+        table = {
+            counts: (seconds_of(frame, ways, counts), alive(*instance[:2], counts))
+            for counts in mixes(len(ways), blocks)
+        }
+        fastest_of_all = min(seconds for seconds, _ in table.values())
+        for budget in budgets([peak for _, peak in table.values()]):
+            found = fastest(frame, ways, blocks, budget)
+            check(instance, found, budget, table)
+            tight += found is not None and found.seconds > fastest_of_all
+        lean = leanest(frame, ways, blocks)
+        assert lean.peak == alive(frame, ways, lean.counts) == min(peak for _, peak in table.values()), seed
+    assert tight > 50  # budgets that change the answer
+    assert capfd.readouterr() == ("", "")
+
+
+def instances() -> st.SearchStrategy[Instance]:
+    return st.builds(drawn, st.integers(10**6, 10**7))
+
+
+@settings(max_examples=60, deadline=None)
+@given(instance=instances(), shares=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_e3_a_larger_budget_is_never_slower(instance, shares):
+    frame, ways, blocks = instance
+    peaks = [alive(frame, ways, counts) for counts in mixes(len(ways), blocks)]
+    low, high = (min(peaks) + round((max(peaks) - min(peaks)) * share) for share in sorted(shares))
+    slow, quick = fastest(frame, ways, blocks, low), fastest(frame, ways, blocks, high)
+    assert slow is not None and quick is not None
+    assert quick.seconds <= slow.seconds * (1 + 1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(instance=instances())
+def test_the_peak_of_a_mix_is_that_of_its_blocks_one_by_one(instance):
+    frame, ways, blocks = instance
+    for counts in mixes(len(ways), blocks):
+        assert peak_of(frame, ways, counts) == alive(frame, ways, counts)
+
+
+def test_126_blocks_of_gibibytes_are_solved_to_the_byte():
+    rng = random.Random(405)
+    for _ in range(4):
+        ways = tuple(
+            Way(
+                str(k),
+                rng.uniform(0.01, 0.03),
+                *(rng.randrange(2**29) for _ in range(2)),
+                rng.randrange(2**29, 2**30),
+                0,
+                2**30,
+            )
+            for k in range(3)
+        )
+        frame = Frame(0.1, rng.randrange(2**33), 5, 2**20, 7, rng.randrange(2**32), rng.randrange(2**30))
+        table = {counts: (seconds_of(frame, ways, counts), alive(frame, ways, counts)) for counts in mixes(3, 126)}
+        peaks = sorted(peak for _, peak in table.values())
+        for budget in (peaks[0], peaks[0] - 1, peaks[len(peaks) // 3], peaks[len(peaks) // 2] - 1):
+            check((frame, ways, 126), fastest(frame, ways, 126, budget), budget, table)
+        assert leanest(frame, ways, 126).peak == peaks[0]
