@@ -43,7 +43,7 @@ def drawn(number: int) -> tuple[Path, Plan]:
     """Plan ``number``: a structure, one or two runs of blocks, and what else a plan may say."""
     rng = random.Random(f"compose/{number}")
     family = DRAWN[number % len(DRAWN)]
-    blocks = 8 if family == "gemma2" else rng.randint(6, 9)
+    blocks = 8 if family == "gemma2" else rng.choice((6, 6, 6, 9))
     odd = {"vocab_size": 61} if rng.random() < 0.1 else {}  # ranks are not all alike
     path = tiny.write_config(
         {
@@ -54,7 +54,7 @@ def drawn(number: int) -> tuple[Path, Plan]:
         }
     )
     config = models.load_config(path)
-    batch, sequence, wanted = 12, rng.choice((4, 6)), rng.randint(1, 3)
+    batch, sequence, wanted = 12, rng.choice((4, 6)), rng.choice((1, 1, 1, 2, 3))
     rules = family_of(config)
     allowed = [
         each
@@ -63,11 +63,8 @@ def drawn(number: int) -> tuple[Path, Plan]:
     ]
     if not allowed:  # eight ranks that split tokens, and so few sequences
         return drawn(number + 1000)
-    structure = (
-        rng.choice([each for each in allowed if each.l > 1] if rng.random() < 0.2 else allowed)
-        if any(each.l > 1 for each in allowed)
-        else rng.choice(allowed)
-    )
+    two = [each for each in allowed if each.l > 1]
+    structure = rng.choice(two if two and rng.random() < 0.3 else allowed)
     settings = {
         "batch": batch,
         "sequence": sequence,
@@ -89,7 +86,7 @@ def choices(rng: random.Random, structure: Structure, blocks: int) -> list[Choic
     def one() -> tuple:
         return rng.choice(structure.modes), rng.choice(structure.modes)
 
-    turn = rng.choice((0, 0, 1, 3, blocks))
+    turn = rng.choice((0, 0, 1, 1, blocks - 5, blocks))
     first, rest = one(), one()
     if rng.random() < 0.5:
         rest = first
