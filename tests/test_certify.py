@@ -35,7 +35,7 @@ EVEN = {"vocab_size": 64, "intermediate_size": 64}
 UNEVEN = {
     "features": ({"data": 2, "tensor": 4}, "sequence-parallel", {}),
     "storage": ({"data": 5, "tensor": 1}, "replicate", {"params": {"*": "parameters"}, "batch": 5}),
-    "sequences": ({"data": 3, "tensor": 2}, "tensor-all-reduce", {"batch": 5}),
+    "sequences": ({"data": 2, "tensor": 2}, "tensor-all-reduce", {"batch": 5, "sequence": 7}),
     "tokens": ({"data": 1, "tensor": 4}, "sequence-parallel-ring", {"sequence": 7, "batch": 1}),
     "hybrid": ({"a": 2, "data": 3, "tensor": 2}, "sequence-parallel", {"params": {"*": "parameters"}, "batch": 3}),
 }  # fmt: skip
