@@ -14,7 +14,7 @@ from shardwright._plan import Plan
 from shardwright.cluster import Cluster
 from shardwright.planner.search import Found, Problem, Tell, search
 
-SECONDS = 40.0
+SECONDS = 25.0
 """How long structures are priced, unless more is asked for."""
 
 
