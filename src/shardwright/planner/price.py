@@ -115,7 +115,8 @@ def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode,
     few = plan.evolve(accumulation=min(plan.accumulation, MICRO_BATCHES))
     trace = rehearse_few(family, config, few, 0, 2, [short])
     again = plan.accumulation - few.accumulation
-    return priced(trace, family, short.kept, short.period, short.radius, again, machine, mode, recompute)
+    middle = short.radius if short.copies else short.kept // 2 // short.period * short.period
+    return priced(trace, family, short.kept, short.period, middle, again, machine, mode, recompute)
 
 
 def priced(
