@@ -341,18 +341,27 @@ def _price_all(problem: Problem, candidate: Candidate, modes: Sequence[Mode], po
     if not prices:
         return candidate
     frame, period = prices[0].frame, prices[0].period
-    named = list(_ways(prices, structure))
     units = problem.config.num_hidden_layers // period
+    named = list(_ways([_around(each, frame, units) for each in prices], structure))
     ways = tuple(way for way, _ in named)
     choices = tuple(choice for _, choice in named)
     mix, lean = fastest(frame, ways, units, problem.memory), leanest(frame, ways, units)
     return Candidate(structure, candidate.limits, prices, frame, ways, choices, units, period, mix, lean)
 
 
-def _ways(prices: Sequence[Priced], structure: Structure) -> Iterator[tuple[Way, Choice]]:
+def _around(priced: Priced, frame: Frame, units: int) -> Price:
+    """The price with its share of what the model's own frame takes longer than ``frame``.
+
+    So a plan whose blocks are all alike takes what its own rehearsal takes, whichever mode the frame is from.
+    """
+    share = (priced.frame.seconds - frame.seconds) / units / len(priced.price.earlier)
+    return replace(priced.price, earlier=tuple(seconds + share for seconds in priced.price.earlier))
+
+
+def _ways(prices: Sequence[Price], structure: Structure) -> Iterator[tuple[Way, Choice]]:
     """Recomputed blocks first (they need most room in backward, and then find the others' gone), then all mixtures."""
-    alone = [each.price for each in prices if each.price.recompute == "none"]
-    for one in (each.price for each in prices if each.price.recompute != "none"):
+    alone = [each for each in prices if each.recompute == "none"]
+    for one in (each for each in prices if each.recompute != "none"):
         yield one.way(_named(one, one, structure)), (one.mode, one.mode, one.recompute)
     for one, other in itertools.product(alone, alone):
         both: Price | None = one if one is other else one.with_mlp_of(other)

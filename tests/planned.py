@@ -1,0 +1,97 @@
+"""The planner in tests: a tiny Llama on two hosts of two devices, rehearsals shared by all searches of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from shardwright._plan import Plan
+from shardwright.cluster import Cluster
+from shardwright.planner import price, search
+from shardwright.planner.request import request
+from shardwright.planner.search import Problem
+from shardwright.planner.space import Structure, structures
+from shardwright.planner.stretch import rehearse_few
+from shardwright.trace import Trace
+
+BLOCKS = 3
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+    "num_hidden_layers": BLOCKS,
+    "max_position_embeddings": 128,
+}
+
+
+def cluster(within: float = 1e9, between: float = 1e8, latency: float = 1e-6, memory: int = 2**30) -> Cluster:
+    """Two hosts of two devices. within, between: bytes per second; latency: seconds of either link."""
+    return Cluster.model_validate(
+        {
+            "version": 1,
+            "hosts": 2,
+            "devices_per_host": 2,
+            "device": {"name": "small", "memory": memory, "flops": {"float32": 1e11}, "memory_bandwidth": 1e11},
+            "links": {
+                "within_host": {"latency": latency, "bandwidth": within},
+                "between_hosts": {"latency": latency, "bandwidth": between},
+            },
+        }
+    )
+
+
+def problem(
+    machines: Cluster, memory: int | None = None, batch: int = 4, sequence: int = 128, path: Path | None = None
+) -> Problem:
+    """What ``shardwright plan`` would ask of the search."""
+    return request(path or tiny.config_path(**SIZES), machines, memory, batch, sequence, "float32", None, "gloo")
+
+
+class Here(Executor):
+    """A pool without processes: everything at once, in this one."""
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*arguments, **named))
+        return done
+
+    def map(self, work: Callable[..., Any], *iterables: Iterable[Any], **_: Any) -> Iterator[Any]:
+        return (work(*each) for each in zip(*iterables, strict=True))
+
+
+KNOWN: dict[str, Trace] = {}
+
+
+def remembered(family: Any, config: Any, plan: Plan, rank: int, steps: int, short: Any) -> Trace:
+    """The rehearsal, done once for equal plans: it knows nothing of the cluster."""
+    key = f"{config.to_json_string()} {plan.model_dump_json()} {rank} {steps} {short}"
+    if key not in KNOWN:
+        KNOWN[key] = rehearse_few(family, config, plan, rank, steps, short)
+    return KNOWN[key]
+
+
+def few(*asked: Any) -> Iterator[Structure]:
+    """Of the structures those on one tensor axis, with one micro-batch, and parameters either whole or sharded."""
+    levels = ("replicate", "parameters")
+    return (s for s in structures(*asked) if s.accumulation == 1 and s.l == 1 and s.level in levels and not s.keep)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches in this process, of few structures, that share their rehearsals."""
+    monkeypatch.setattr(search, "_pool", lambda workers: Here())
+    monkeypatch.setattr(search, "structures", few)
+    monkeypatch.setattr(price, "rehearse_few", remembered)
+    monkeypatch.setattr(search, "rehearse_few", remembered)
+
+
+def searched(asked: Problem) -> search.Found:
+    """The answer, whatever the time it takes."""
+    return search.search(asked, seconds=3600)
