@@ -60,7 +60,8 @@ def limits(
         volume = site_volume(site, layout, mesh, place, element=element, backend=machine.backend)
         for move in (*volume.forward, *volume.backward):
             if not set(move.axes) & set(structure.token_axes):
-                seconds = times * machine.collective(move.kind, move.axes, move.size, move.sent)
+                told = (move.kind, move.axes, move.size, move.sent)
+                seconds = times * min(machine.collective(*told), machine.ring(*told, messages=1))
                 features += seconds
                 for axis in move.axes:
                     busy[axis] = busy.get(axis, 0.0) + seconds
