@@ -243,3 +243,12 @@ def test_axes_out_of_order_are_refused_when_planning():
 def test_tied_weights_and_biases(layout, changes):
     for errors in on_ranks(8, against_hugging_face, tiny.config_path(**changes), CUBE, layout):
         assert max(errors.values()) <= 1e-12, errors
+
+
+def test_dropout_of_attention_weights_goes_by_the_heads_that_a_rank_was_given():
+    path = tiny.config_path(attention_dropout=0.3)
+    ((expected, _),) = on_ranks(
+        1, tiny.train, tiny.plan_of({"data": 1, "tensor": 1}, "replicate", path, batch=1), 3, 0, path
+    )
+    for losses, _ in on_ranks(8, tiny.train, tiny.plan_of(CUBE, "grid-scatter", path, batch=1), 3, 0, path):
+        assert max(abs(a - b) / b for a, b in zip(losses, expected, strict=True)) <= 1e-5

@@ -81,7 +81,7 @@ def blocks_rehearsed(monkeypatch) -> list[int]:
 
 
 def test_a_bucket_that_blocks_fill_together_is_rehearsed_as_it_is(monkeypatch):
-    path, plan = case(params=SHARDED, bucket=2048)
+    path, plan = case(params=SHARDED, bucket=2048, backend="nccl")
     seen = blocks_rehearsed(monkeypatch)
     stretched, full = rehearse_stretched(path, plan), rehearse(path, plan)
     assert seen == [6]

@@ -7,7 +7,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwright as sw
@@ -225,6 +225,7 @@ BESIDE = [
 ]
 
 
+@settings(deadline=None)
 @given(traces(), st.booleans())
 def test_overlap_never_costs_and_no_stream_is_busy_longer_than_the_step(events, slowed):
     here = machine(BESIDE if slowed else ())
@@ -244,6 +245,7 @@ def test_overlap_never_costs_and_no_stream_is_busy_longer_than_the_step(events, 
             assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(spans))
 
 
+@settings(deadline=None)
 @given(traces(), st.integers(0, 7), st.integers(1, 9))
 def test_more_bytes_never_make_a_step_faster(events, place, more):
     places = [index for index, event in enumerate(events) if isinstance(event, Collective)]

@@ -18,9 +18,10 @@ from pyarrow import parquet
 
 import tiny
 from shardwright._files import write_yaml
+from shardwright._launched import REFUSAL_SECONDS
 from shardwright.train.data import standard_library_text, train_tokenizer
 from shardwright.train.launch import command
-from shardwright.train.loop import EVALUATION_TOKENS, EVENTS, METRICS, REFUSAL_SECONDS, TOKENS, train
+from shardwright.train.loop import EVALUATION_TOKENS, EVENTS, METRICS, TOKENS, train
 from shardwright.train.metrics import read_metrics
 from shardwright.train.sources import documents
 from test_checkpoint_faults import forked

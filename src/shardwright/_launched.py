@@ -55,8 +55,11 @@ def refuse(error: InputError, place: Place, store: Store) -> NoReturn:
     if place.rank == 0:
         print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
     deadline = time.monotonic() + REFUSAL_SECONDS
-    refused = store.add("shardwright/refused", 1)
-    while refused < place.world and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        refused = store.add("shardwright/refused", 0)
+    try:
+        refused = store.add("shardwright/refused", 1)
+        while refused < place.world and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            refused = store.add("shardwright/refused", 0)
+    except RuntimeError:  # the store left with the rank that holds it, which saw all refuse
+        pass
     sys.exit(2)

@@ -187,7 +187,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Element type of products: bf16 or fp32.")] = "bf16",
     master_dtype: Annotated[str, typer.Option(help="Element type of stored parameters and moments.")] = "fp32",
     backend: Annotated[str, typer.Option(help="nccl or gloo.")] = "nccl",
-    seconds: Annotated[float, typer.Option(help="How long structures are priced.")] = 40.0,
+    seconds: Annotated[float, typer.Option(help="How long structures are priced.")] = 25.0,
     min_devices: Annotated[bool, typer.Option("--min-devices", help="On the fewest devices that work.")] = False,
     max_sequence: Annotated[
         bool, typer.Option("--max-sequence", help="For the longest sequence, doubled as often as it fits.")

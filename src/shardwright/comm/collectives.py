@@ -55,6 +55,10 @@ class Reducing:
         else:
             self._work = cast(dist.Work, dist.all_reduce(tensor.detach(), group=group.process_group, async_op=True))
 
+    def joined(self, launch: dist.Work) -> None:
+        """It went with others as one launch, which is waited for instead."""
+        self._work = launch
+
     def finish(self) -> None:
         """Until the sum is there."""
         if self._work is None:

@@ -117,6 +117,10 @@ class Gathering:
         self._sends = [send(self._part, peer, group, tag) for peer in peers if part.numel()]
         by_rank[group.index].copy_(self._part)
 
+    def joined(self, launch: dist.Work) -> None:
+        """It went with others as one launch, which is waited for instead."""
+        self._all = launch
+
     def wait(self, peer: int) -> None:
         """Until the part of the group's member ``peer`` is there."""
         arrival = self._arrivals.pop(peer, None) or self._all
@@ -200,6 +204,10 @@ class Scattering:
             buffer = free.pop(0)
             self._arrivals.append((receive(buffer, source, group, self._tag), buffer))
         self._sends = [send(self._places[peer], peer, group, self._tag) for peer in peers if self._places[peer].numel()]
+
+    def joined(self, launch: dist.Work) -> None:
+        """It went with others as one launch, which is waited for instead."""
+        self._all = launch
 
     def _new_total(self) -> torch.Tensor:
         """Where a wide sum is added up: the part itself, if it is wide enough."""

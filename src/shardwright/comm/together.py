@@ -5,7 +5,7 @@ The parts travel each from and to its own place, without packing. On NCCL all ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -52,10 +52,11 @@ class _Together:
         self._each: Sequence[Gathering | Scattering | Reducing] = ()
 
     @contextmanager
-    def _one_launch(self) -> Iterator[None]:
+    def _one_launch(self, alike: bool) -> Iterator[None]:
+        """alike: every operation is one of those that NCCL can launch together (cut evenly, in one precision)."""
         process_group = self.group.process_group
         # A rehearsal's process group has no coalesced operators, and sends nothing that one launch would make faster.
-        if self.group.backend != "nccl" or dist.get_backend(process_group) == "fake":
+        if not alike or self.group.backend != "nccl" or dist.get_backend(process_group) == "fake":
             with trace.unlogged():
                 yield
             return
@@ -70,12 +71,16 @@ class _Together:
         """Until all is there, and all that was sent is away."""
         if self.mode != "blocking":
             trace.waited(self.kind, self.group.axes, self.module)
-        if self._launch is not None:
-            self._launch.wait()
         with trace.unlogged():
             for handle in self._each:
+                if self._launch is not None:
+                    handle.joined(self._launch)
                 handle.finish()
         self._each = ()
+
+
+def _even(wholes: Iterable[torch.Tensor], group: AxisGroup) -> bool:
+    return all(whole.shape[0] % group.size == 0 for whole in wholes)
 
 
 class GatheringTogether(_Together):
@@ -93,7 +98,7 @@ class GatheringTogether(_Together):
     ):
         whole_bytes = sum(whole.nbytes for _, whole in pairs)
         super().__init__(group, module, mode, whole_bytes, sum(part.nbytes for part, _ in pairs), logged)
-        with self._one_launch():
+        with self._one_launch(_even((whole for _, whole in pairs), group)):
             self._each = [Gathering(part, whole, group, module, "blocking") for part, whole in pairs]
 
 
@@ -117,7 +122,7 @@ class ScatteringTogether(_Together):
         whole_bytes = sum(whole.nbytes for whole, _ in pairs)
         own = sum(part.numel() * whole.element_size() for whole, part in pairs)
         super().__init__(group, module, mode, whole_bytes, own, logged)
-        with self._one_launch():
+        with self._one_launch(_even((whole for whole, _ in pairs), group)):
             self._each = [Scattering(whole, part, group, module, "blocking", wide) for whole, part in pairs]
 
     def advance(self) -> None:
@@ -144,7 +149,7 @@ class ReducingTogether(_Together):
     ):
         size = sum(tensor.nbytes for tensor in tensors)
         super().__init__(group, module, mode, size, size, logged)
-        with self._one_launch():
+        with self._one_launch(not wide):
             self._each = [Reducing(tensor, group, module, "blocking", wide) for tensor in tensors]
 
     def advance(self) -> None:

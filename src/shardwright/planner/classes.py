@@ -107,7 +107,9 @@ def _pieces(config: Any, plan: Plan) -> Iterator[_Piece]:
     sites = family.sites(config, plan.batch * plan.sequence)
     alike = {(plan.layout_for(site), site.k, tuple(linear.n for linear in site.linears)): site for site in sites}
     stream = plan.layout_for(sites[0])
-    cuts: set[Dimension] = {(config.hidden_size, stream.output_feature_axes, 1), (head_size(config), (), 1)}
+    cuts: set[Dimension] = {(config.hidden_size, stream.output_feature_axes, 1)}
+    if family.head_norms:
+        cuts.add((head_size(config), (), 1))
     if family.positions is not None:
         cuts.add((config.max_position_embeddings, (), 1))
     stored = _storing(plan)

@@ -115,5 +115,8 @@ def _memory(
 
 def _saved(structure: Structure, sites: Sequence[Site], element: int) -> int:
     """Roughly what a block saves that is not recomputed: what goes into its products and comes out of them."""
-    ranks = structure.replica * structure.data * structure.tensor
-    return sum((site.k + site.n) * site.m // ranks * element for site in sites[1:-1])
+    rows = element * sites[-1].m // (structure.replica * structure.data)
+    stream = structure.tensor if structure.stream == "split" else 1
+    hidden = sum(site.k if site.kind == "column" else site.n for site in sites[1:-1])
+    inner = sum(site.n if site.kind == "column" else site.k for site in sites[1:-1])
+    return rows * hidden // stream + rows * inner // structure.tensor

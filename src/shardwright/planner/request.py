@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from shardwright import models
 from shardwright._errors import DoesNotFit, InputError
@@ -14,7 +14,7 @@ from shardwright._plan import Plan
 from shardwright.cluster import Cluster
 from shardwright.planner.search import Found, Problem, Tell, search
 
-SECONDS = 40.0
+SECONDS = 25.0
 """How long structures are priced, unless more is asked for."""
 
 
@@ -95,7 +95,7 @@ def least_devices(problem: Problem, seconds: float, tell: Tell) -> Found:
     for devices in _counts(problem.devices):
         tell(f"{devices} devices")
         try:
-            return search(_with(problem, devices=devices), seconds, tell=tell)
+            return search(replace(problem, devices=devices), seconds, tell=tell)
         except (DoesNotFit, InputError) as error:
             refused = error
     assert refused is not None
@@ -110,19 +110,10 @@ def longest_sequence(problem: Problem, seconds: float, tell: Tell) -> Found:
         tell(f"sequences of {longer} tokens")
         try:
             base = found.problem.base.evolve(sequence=longer)
-            found = search(_with(found.problem, base=base), seconds, tell=tell)
+            found = search(replace(found.problem, base=base), seconds, tell=tell)
         except (DoesNotFit, InputError):
             return found
 
 
-def _with(problem: Problem, **changes: Any) -> Problem:
-    from dataclasses import replace
-
-    return replace(problem, **changes)
-
-
 def _counts(devices: int) -> Iterator[int]:
     yield from (count for count in range(1, devices + 1) if devices % count == 0)
-
-
-Ask = Callable[[Problem, float, Tell], Found]

@@ -294,7 +294,15 @@ def _with_floors(
         floor = floors.get(_kind(each.structure), known.seconds)
         if floor is not None:
             found.append(replace(each, limits=replace(known, seconds=max(floor, known.seconds))))
-    return sorted(found, key=_promise)
+    return _by_kind(sorted(found, key=_promise))
+
+
+def _by_kind(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first of each kind in their order, then the others: the guess is surer within a kind than between kinds."""
+    firsts: dict[tuple[int, int, str], Structure] = {}
+    for each in candidates:
+        firsts.setdefault(_kind(each.structure), each.structure)
+    return sorted(candidates, key=lambda each: firsts[_kind(each.structure)] != each.structure)  # a stable sort
 
 
 def _promise(candidate: Candidate) -> tuple[float, int]:
