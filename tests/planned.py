@@ -12,9 +12,9 @@ import pytest
 import tiny
 from shardwright._plan import Plan
 from shardwright.cluster import Cluster
-from shardwright.planner import price, search
+from shardwright.planner import compose, explore, price, search
+from shardwright.planner.problem import Problem
 from shardwright.planner.request import request
-from shardwright.planner.search import Problem
 from shardwright.planner.space import Structure, structures
 from shardwright.planner.stretch import rehearse_few
 from shardwright.trace import Trace
@@ -88,10 +88,10 @@ def few(*asked: Any) -> Iterator[Structure]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches in this process, of few structures, that share their rehearsals."""
-    monkeypatch.setattr(search, "_pool", lambda workers: Here())
-    monkeypatch.setattr(search, "structures", few)
+    monkeypatch.setattr(search, "rehearsing", lambda workers: Here())
+    monkeypatch.setattr(explore, "structures", few)
     monkeypatch.setattr(price, "rehearse_few", remembered)
-    monkeypatch.setattr(search, "rehearse_few", remembered)
+    monkeypatch.setattr(compose, "rehearse_few", remembered)
 
 
 def searched(asked: Problem) -> search.Found:

@@ -14,8 +14,8 @@ from shardwright._plan import Plan
 from shardwright.models import family_of
 from shardwright.planner.certify import largest
 from shardwright.planner.classes import rank_classes
-from shardwright.planner.price import plan_of
-from shardwright.planner.search import Choice, composed_of
+from shardwright.planner.compose import composed_of
+from shardwright.planner.problem import Choice, plan_of
 from shardwright.planner.space import MODES, Structure, structures
 
 PLANS = 50

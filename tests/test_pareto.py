@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from shardwright.planner.candidate import Candidate
 from shardwright.planner.limits import Limits
 from shardwright.planner.pareto import FINEST, Knob, Point, curve, knobs
-from shardwright.planner.search import Candidate
 from shardwright.planner.solve import fastest
 from shardwright.planner.space import MODES, Structure
 from test_solve import alive, drawn, mixes, seconds_of

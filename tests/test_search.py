@@ -10,8 +10,9 @@ import shardwright as sw
 from planned import Here, cluster, problem, quick, searched  # noqa: F401 (a fixture)
 from shardwright._errors import DoesNotFit
 from shardwright.mesh import ranks_along
+from shardwright.planner.candidate import Candidate, priced_in
+from shardwright.planner.explore import candidates_of
 from shardwright.planner.pareto import curve
-from shardwright.planner.search import FIRST, Candidate, _price_all, candidates_of
 from shardwright.planner.solve import fastest, peak_of, seconds_of
 from shardwright.planner.space import MODES
 
@@ -45,9 +46,10 @@ def test_e2_the_plan_is_certified():
 
 def test_every_structure_priced_none_is_faster_and_limits_are_limits():
     found = searched(problem(cluster()))
-    priced = [_price_all(found.problem, each, FIRST, Here()) for each in candidates_of(found.problem)]
+    priced = [priced_in(found.problem, each, MODES, Here()) for each in candidates_of(found.problem)]
     assert len(priced) > len(found.looked_at), "the search left none out"
     assert found.mix.seconds <= min(each.seconds for each in priced) * (1 + 1e-9)
+    assert found.bound <= min(each.seconds for each in priced)
     for each in priced:
         assert each.limits.seconds <= each.seconds and each.limits.memory <= each.lean.peak, each.structure
 
@@ -83,7 +85,7 @@ def priced(mesh: dict[str, int]) -> Candidate:
     """The structure on this mesh that splits tokens, parameters whole, priced in every mode."""
     asked = problem(cluster(within=1e8, between=1e8))
     found = next(c for c in candidates_of(asked) if c.structure.mesh == mesh and c.structure.stream == "split")
-    return _price_all(asked, found, MODES, Here())
+    return priced_in(asked, found, MODES, Here())
 
 
 def uniform(candidate: Candidate, budget: int) -> list[float]:

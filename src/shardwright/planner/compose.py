@@ -11,8 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from shardwright.planner.pieces import Piece
+from shardwright._plan import Plan
+from shardwright.models import family_of
+from shardwright.planner.classes import rank_classes
+from shardwright.planner.pieces import Piece, cut
+from shardwright.planner.stretch import kinds, rehearse_few, runs, shortened
 from shardwright.trace import PHASES, Trace
 
 
@@ -117,3 +122,25 @@ def _more_saved(pieces: Sequence[Piece], units: Sequence[Unit], backward: int) -
     passes = sorted({(p.step, p.micro) for p in pieces if p.phase == "forward" and p.block is not None})
     step, micro = passes[backward]
     return sum(unit.copies * sum(p.saved for p in unit.passing(pieces, step, "forward", micro)) for unit in units)
+
+
+def composed_of(config: Any, plan: Plan) -> Composed:
+    """The prediction of a plan from rehearsals of a few of its blocks: on the fullest rank, the most of each figure."""
+    family = family_of(config)
+    short = [shortened(run, max(1, plan.in_flight - 1)) for run in runs(kinds(family, config, plan))]
+    found = []
+    for ranks in rank_classes(config, plan):
+        trace = rehearse_few(family, config, plan, ranks.representative, 2, short)
+        units, first = [], 0
+        for run in short:
+            blocks = range(first + run.radius, first + run.radius + run.period)
+            units.append(Unit.of(trace, family.blocks, blocks, run.copies))
+            first += run.kept
+        pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])
+        found.append(compose(pieces, trace.saved, units))
+    phases: Mapping[str, None] = dict.fromkeys(phase for each in found for phase in each.phase_peaks)
+    return Composed(
+        {phase: max(each.phase_peaks.get(phase, 0) for each in found) for phase in phases},
+        max(each.saved for each in found),
+        max(each.sent for each in found),
+    )

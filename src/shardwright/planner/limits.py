@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardwright.cost import site_volume
 from shardwright.cost.machine import ITEMSIZE, Machine
-from shardwright.mesh import chunk
+from shardwright.cost.place import Here
 from shardwright.planner.space import Mode, Structure
 from shardwright.site import Site
 
@@ -43,20 +43,21 @@ def limits(
 ) -> Limits:
     """The limits of a structure.
 
-    sites: of one micro-batch: the embedding, those of one block, the head. sizes: site → parameters of it. budget:
-    bytes.
+    sites: of one micro-batch: the embedding, those of one block, the head. sizes: site → parameters of it that no
+    other site has. budget: bytes.
     """
     mesh, element = structure.mesh, ITEMSIZE[dtype]
     place = dict.fromkeys(mesh, 0)
+    here = Here(mesh, place)
     products = features = 0.0
     busy: dict[str, float] = {}
     for site in sites:
         times = blocks if site not in (sites[0], sites[-1]) else 1
         layout = structure.layout(site, KEEP)
         if site is not sites[0]:  # an embedding multiplies nothing
-            products += (
-                times * 3 * sum(_product(site.m, linear.n, site.k, layout, mesh, machine) for linear in site.linears)
-            )
+            rows, k = here.cut(site.m, layout.m), here.cut(site.k, layout.k)
+            columns = [here.cut(linear.n, layout.n) for linear in site.linears]
+            products += times * 3 * sum(machine.product(rows, n, k) for n in columns)
         volume = site_volume(site, layout, mesh, place, element=element, backend=machine.backend)
         for move in (*volume.forward, *volume.backward):
             if not set(move.axes) & set(structure.token_axes):
@@ -73,15 +74,6 @@ def limits(
     saved = blocks * _saved(structure, sites, element)
     recomputed = min(1.0, max(0.0, memory + saved - budget) / saved) if saved else 0.0
     return Limits(most, memory, features + max(0.0, tokens - products) + recomputed * products / 3)
-
-
-def _product(m: int, n: int, k: int, layout: object, mesh: Mapping[str, int], machine: Machine) -> float:
-    def cut(length: int, axes: Sequence[str]) -> int:
-        for axis in axes:
-            length = chunk(length, mesh[axis], 0)[1]
-        return length
-
-    return machine.product(cut(m, layout.m), cut(n, layout.n), cut(k, layout.k))  # type: ignore[attr-defined]
 
 
 def _tokens(structure: Structure, whole: int, machine: Machine) -> float:

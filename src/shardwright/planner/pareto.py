@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shardwright.planner.search import Candidate, told
+from shardwright.planner.candidate import Candidate, told
 from shardwright.planner.solve import Mix, fastest, leanest
 
 FINEST = 40

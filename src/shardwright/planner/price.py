@@ -13,13 +13,11 @@ from typing import Any
 
 from shardwright._plan import Plan
 from shardwright.cost.machine import Machine
-from shardwright.layout import GridLayout
 from shardwright.models import Family
 from shardwright.planner.compose import Unit
-from shardwright.planner.patterns import patterns
 from shardwright.planner.pieces import Piece, cut
 from shardwright.planner.solve import Frame, Way
-from shardwright.planner.space import Mode, Structure
+from shardwright.planner.space import Mode
 from shardwright.planner.stretch import kinds, rehearse_few, runs, shortened
 from shardwright.trace import Op, Trace
 from shardwright.trace.timeline import timeline
@@ -232,53 +230,3 @@ def _frame(pieces: Sequence[Piece], way: Way, units: int, last: int, seconds: fl
         max(piece.most for piece in between) - held,
         max(piece.most for piece in after) - end,
     )
-
-
-def plan_of(
-    structure: Structure,
-    base: Plan,
-    family: Family,
-    sites: Sequence[Any],
-    choices: Sequence[tuple[Mode, Mode, str]],
-) -> Plan:
-    """The plan of a structure whose blocks choose (mode of attention, mode of MLP, recomputation), block by block.
-
-    base: a plan of the same model, for every field that is not searched. The embedding and the head take the mode of
-    the block beside them.
-    """
-    layouts: dict[str, GridLayout] = {}
-    by_suffix: dict[str, list[GridLayout]] = {}
-    for site in sites:
-        number = _block(site.name, family.blocks)
-        attention, mlp, _ = choices[number] if number is not None else choices[0 if site is sites[0] else -1]
-        inside = number is not None and f".{family.attention}." in site.name
-        layout = structure.layout(site, attention if inside else mlp)
-        if number is None:
-            layouts[site.name] = layout
-        else:
-            by_suffix.setdefault(site.name.removeprefix(f"{family.blocks}.{number}"), []).append(layout)
-    for suffix, each in by_suffix.items():
-        layouts |= patterns(family.blocks, suffix, each)
-    recompute = [word for _, _, word in choices]
-    return base.evolve(
-        mesh=structure.mesh,
-        batch=base.batch // structure.accumulation,
-        accumulation=structure.accumulation,
-        layouts=layouts,
-        params={"*": structure.params},
-        recompute=_recomputed(family.blocks, recompute),
-    )
-
-
-def _recomputed(blocks: str, words: Sequence[str]) -> dict[str, str]:
-    """Patterns of what is recomputed; nothing needs to be said of the rest where that is the usual choice."""
-    found = patterns(blocks, "", words)
-    if found[f"{blocks}.*"] == "none":
-        del found[f"{blocks}.*"]
-    return found
-
-
-def _block(name: str, blocks: str) -> int | None:
-    if not name.startswith(f"{blocks}."):
-        return None
-    return int(name.removeprefix(f"{blocks}.").split(".")[0])

@@ -12,10 +12,9 @@ from shardwright._errors import DoesNotFit, InputError
 from shardwright._files import parse_bytes
 from shardwright._plan import Plan
 from shardwright.cluster import Cluster
-from shardwright.planner.search import Found, Problem, Tell, search
-
-SECONDS = 25.0
-"""How long structures are priced, unless more is asked for."""
+from shardwright.planner.explore import Tell
+from shardwright.planner.problem import Problem
+from shardwright.planner.search import SECONDS, Found, search
 
 
 def plan(

@@ -8,9 +8,10 @@ from rich.table import Table
 
 from shardwright._files import format_bytes
 from shardwright.cost.bounds import Grid
+from shardwright.planner.candidate import told
 from shardwright.planner.distance import Distance, distance
 from shardwright.planner.pareto import Knob, Point
-from shardwright.planner.search import Found, told
+from shardwright.planner.search import Found
 
 ROWS = 12
 """Candidates that are told, at most."""

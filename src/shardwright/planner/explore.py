@@ -1,0 +1,205 @@
+"""Which structures are priced, in which order, and which are proven not to matter.
+
+for each structure, most promising first:
+    leave it out if its limits say that no plan of it fits, or beats the best one found
+    price it in the modes that mostly win, and solve for the fastest mix within the budget
+then, while there is time, price those that could still win in all their modes
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import replace
+
+from shardwright._errors import InputError
+from shardwright.cost.machine import Machine
+from shardwright.planner.candidate import Candidate, priced_in
+from shardwright.planner.limits import limits
+from shardwright.planner.price import floor
+from shardwright.planner.problem import Problem
+from shardwright.planner.space import MODES, Mode, Structure, structures
+from shardwright.site import Site
+
+FIRST = (Mode("async", "gathered"), Mode("async", "shard"), Mode("ring", "shard"))
+"""Modes in which a structure is priced first."""
+
+Tell = Callable[[str], None]
+"""Takes a line of progress."""
+
+
+def candidates_of(problem: Problem) -> list[Candidate]:
+    """Every structure with its limits, most promising first. Raises InputError where there is none."""
+    base, family = problem.base, problem.family
+    found: list[Candidate] = []
+    sizes: dict[str, int] = {}
+    machines: dict[tuple[tuple[str, int], ...], Machine] = {}  # each works out how its groups lie over hosts
+    by_accumulation: dict[int, list[Site]] = {}
+    blocks = problem.config.num_hidden_layers
+    for structure in structures(family, problem.config, problem.devices, problem.batch, base.sequence):
+        sites = by_accumulation.get(structure.accumulation)
+        if sites is None:
+            sites = by_accumulation[structure.accumulation] = _distinct(problem, structure.accumulation)
+            sizes = {site.name: site.n * site.k for site in sites}
+            if problem.config.tie_word_embeddings:
+                sizes[sites[-1].name] = 0
+        machine = machines.setdefault(tuple(structure.mesh.items()), problem.machine(structure))
+        stored = base.master_dtype or base.dtype
+        found.append(
+            Candidate(structure, limits(structure, sites, blocks, sizes, machine, base.dtype, stored, problem.memory))
+        )
+    if not found:
+        raise InputError(
+            f"batch: found {problem.batch} sequences on {problem.devices} devices; allowed: a multiple of the devices "
+            "that are left when features are split as the heads allow"
+        )
+    return sorted(found, key=_promise)
+
+
+def _distinct(problem: Problem, accumulation: int) -> list[Site]:
+    """The embedding, the sites of the first block, the head."""
+    sites = problem.sites(accumulation)
+    first = [site for site in sites if site.name.startswith(f"{problem.family.blocks}.0.")]
+    return [sites[0], *first, sites[-1]]
+
+
+def explore(
+    problem: Problem, candidates: Sequence[Candidate], pool: Executor, until: float, tell: Tell
+) -> tuple[list[Candidate], list[Candidate]]:
+    """(candidates that were priced, those that were neither priced nor ruled out)."""
+    fitting = [each for each in candidates if each.limits.memory <= problem.memory]
+    chosen = fitting or sorted(candidates, key=lambda each: each.limits.memory)[:2]
+    tell(f"{len(candidates)} structures, {len(fitting)} of them within the budget by their parameters")
+    looked_at: list[Candidate] = []
+    left: list[Candidate] = []
+    best, halfway = float("inf"), (time.monotonic() + until) / 2
+    for first in (True, False):  # the first that fits sets a mark; only what may beat it is worth a floor
+        if not first:
+            chosen = _with_floors(problem, [each for each in chosen if each.limits.seconds < best], pool, halfway, tell)
+        for number, candidate in enumerate(chosen):
+            if candidate.limits.seconds >= best or any(each.structure == candidate.structure for each in looked_at):
+                continue  # proven: no plan of it beats the best one
+            if not first and time.monotonic() > until:
+                left.append(candidate)
+                continue
+            tell(f"structure {number + 1} of {len(chosen)}: {candidate.structure.name}")
+            priced = priced_in(problem, candidate, _worth(candidate, looked_at), pool)
+            if priced.frame is not None:
+                looked_at.append(priced)
+                best = min(best, priced.seconds)
+            if first and (priced.mix or time.monotonic() > until):
+                break
+    for number, candidate in enumerate(looked_at):  # in modes that were left out they may be faster
+        if not candidate.complete and candidate.limits.seconds < best and time.monotonic() <= until:
+            tell(f"{candidate.structure.name}: all modes")
+            looked_at[number] = candidate = priced_in(problem, candidate, MODES, pool)
+            best = min(best, candidate.seconds)
+    return looked_at, [each for each in left if each.limits.seconds < best]
+
+
+def _with_floors(
+    problem: Problem, candidates: Sequence[Candidate], pool: Executor, until: float, tell: Tell
+) -> list[Candidate]:
+    """Candidates with what their operators alone take, most promising first, without those that the runtime refuses.
+
+    The level and the axes that split storage change no operator but the optimizer's; more micro-batches cut the same
+    work into smaller operators, which take no less. So the structure with the fewest micro-batches, in blocking mode,
+    whose products are not cut, shows a bound for all that share its features' axes and stream.
+    """
+    probes: dict[tuple[int, int, str], Structure] = {}
+    for each in sorted(candidates, key=lambda each: (each.structure.accumulation, _promise(each))):
+        probes.setdefault(_kind(each.structure), each.structure)
+    guesses = {kind: min(_promise(each) for each in candidates if _kind(each.structure) == kind) for kind in probes}
+    tasks = {
+        kind: pool.submit(_floor, (problem, probes[kind])) for kind in sorted(probes, key=lambda kind: guesses[kind])
+    }
+    floors: dict[tuple[int, int, str], float | None] = {}
+    for kind, task in tasks.items():
+        if time.monotonic() < until or task.done():
+            tell(f"floor {len(floors) + 1} of {len(tasks)}: {probes[kind].name}")
+            floors[kind] = task.result()
+        else:
+            task.cancel()
+    found = []
+    for each in candidates:
+        known = each.limits
+        floor = floors.get(_kind(each.structure), known.seconds)
+        if floor is not None:
+            found.append(replace(each, limits=replace(known, seconds=max(floor, known.seconds))))
+    return _by_kind(sorted(found, key=_promise))
+
+
+def _by_kind(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first of each kind in their order, then the others: the guess is surer within a kind than between kinds."""
+    firsts: dict[tuple[int, int, str], Structure] = {}
+    for each in candidates:
+        firsts.setdefault(_kind(each.structure), each.structure)
+    return sorted(candidates, key=lambda each: firsts[_kind(each.structure)] != each.structure)  # a stable sort
+
+
+def _promise(candidate: Candidate) -> tuple[float, int]:
+    """A likely time, and how little memory."""
+    return candidate.limits.seconds + candidate.limits.beyond, candidate.limits.memory
+
+
+def _kind(structure: Structure) -> tuple[int, int, str]:
+    return structure.j, structure.l, structure.stream
+
+
+def _worth(candidate: Candidate, looked_at: Sequence[Candidate]) -> Sequence[Mode]:
+    """The modes to price: where blocks of that kind have been priced, those that were chosen then."""
+    alike = [
+        each
+        for each in looked_at
+        if _kind(each.structure) == _kind(candidate.structure) and each.mix and each.structure.tensor > 1
+    ]
+    if not alike:
+        return FIRST
+    best = min(alike, key=lambda each: each.seconds)
+    assert best.mix is not None
+    chosen = {mode for (a, b, _), count in zip(best.choices, best.mix.counts, strict=True) if count for mode in (a, b)}
+    return [mode for mode in MODES if mode in chosen or mode == Mode("async", "shard")]
+
+
+def leaner(
+    problem: Problem, candidates: Sequence[Candidate], looked_at: Sequence[Candidate], pool: Executor, until: float
+) -> list[Candidate]:
+    """Where nothing fits: those that were priced, and any other that may need less than the leanest of them."""
+    found = list(looked_at)
+    for candidate in sorted(candidates, key=lambda each: each.limits.memory):
+        least = min((each.lean.peak for each in found if each.lean), default=2**63)
+        if candidate.limits.memory >= least or time.monotonic() > until:
+            break
+        if all(each.structure != candidate.structure for each in found):
+            found.append(priced_in(problem, candidate, FIRST, pool))
+    return found
+
+
+def _floor(task: tuple[Problem, Structure]) -> float | None:
+    """A structure's floor, in a process of the pool; None where the runtime refuses the layout."""
+    problem, structure = task
+    plan = problem.plan(structure, [(MODES[0], MODES[0], "none")] * problem.config.num_hidden_layers)
+    try:
+        return floor(problem.family, problem.config, plan, problem.machine(structure))
+    except InputError:
+        return None
+
+
+def rehearsing(workers: int | None) -> ProcessPoolExecutor:
+    """Processes that inherit what is loaded; each rehearsal has a process group of its own."""
+    count = workers or len(os.sched_getaffinity(0))
+    return ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _settle_in)
+
+
+def _settle_in() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    gc.collect()
+    gc.freeze()  # what was inherited is never garbage: each rehearsal's collections pass it by
