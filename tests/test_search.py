@@ -7,12 +7,14 @@ import re
 import pytest
 
 import shardwright as sw
-from planned import Here, cluster, problem, quick, searched  # noqa: F401 (a fixture)
+import tiny
+from planned import SIZES, Here, cluster, problem, quick, searched  # noqa: F401 (a fixture)
 from shardwright._errors import DoesNotFit
 from shardwright.mesh import ranks_along
 from shardwright.planner.candidate import Candidate, priced_in
-from shardwright.planner.explore import candidates_of
+from shardwright.planner.explore import FIRST, candidates_of
 from shardwright.planner.pareto import curve
+from shardwright.planner.search import search
 from shardwright.planner.solve import fastest, peak_of, seconds_of
 from shardwright.planner.space import MODES
 
@@ -52,6 +54,29 @@ def test_every_structure_priced_none_is_faster_and_limits_are_limits():
     assert found.bound <= min(each.seconds for each in priced)
     for each in priced:
         assert each.limits.seconds <= each.seconds and each.limits.memory <= each.lean.peak, each.structure
+
+
+def test_what_was_priced_in_some_modes_only_is_bounded_by_its_limits():
+    asked = problem(cluster())
+    one = next(each for each in candidates_of(asked) if each.structure.tensor > 1)
+    some = priced_in(asked, one, FIRST, Here())
+    assert (some.complete, some.bound) == (False, one.limits.seconds)
+    every = priced_in(asked, some, MODES, Here())
+    assert every.complete and every.mix is not None and every.bound == every.mix.bound
+    assert every.seconds <= some.seconds
+
+
+def test_without_time_the_bound_still_holds():
+    hasty, patient = search(problem(cluster()), seconds=0), searched(problem(cluster()))
+    assert hasty.left and hasty.bound <= patient.mix.seconds <= hasty.mix.seconds
+
+
+def test_limits_count_tied_weights_once():
+    path = tiny.config_path(**SIZES | {"vocab_size": 4096, "tie_word_embeddings": True})
+    asked = problem(cluster(), batch=4, sequence=4, path=path)
+    for each in candidates_of(asked):
+        found = priced_in(asked, each, MODES[:1], Here())
+        assert found.limits.memory <= found.lean.peak and found.limits.seconds <= found.seconds, each.structure
 
 
 def test_e3_a_larger_memory_is_never_slower():
