@@ -7,6 +7,7 @@ import pytest
 from shardwright._errors import DoesNotFit
 from shardwright.cluster import Cluster
 from shardwright.cost.bounds import Grid
+from shardwright.cost.machine import Machine
 from shardwright.planner.single import fastest_single, singles
 from shardwright.site import Linear, Site
 
@@ -24,6 +25,19 @@ def fastest(site: Site, devices: int, memory: int = 80 * GIB):
 def test_a_tall_weight_and_few_tokens_want_one_dimension():
     found = fastest(linear(64, 256, 1_000_000), 8)
     assert (found.grid, found.dimensions) == (Grid(1, 8, 1), 1)
+
+
+def test_seconds_are_those_of_the_products_and_of_what_travels():
+    tokens, k, n = 64, 256, 512
+    machine = Machine(Cluster.named("2xH100-80GB"), {"i": 1, "j": 2, "l": 1}, "bfloat16", "nccl")
+    size = tokens * k * 2
+    split = next(
+        each
+        for each in singles(linear(tokens, k, n), machine.cluster, "bfloat16", "nccl")
+        if each.grid == Grid(1, 2, 1) and each.layout.x == "replicated"
+    )
+    dx = machine.collective("all_reduce", ("j",), size, size)
+    assert split.seconds == pytest.approx(3 * machine.product(tokens, n // 2, k) + dx, rel=1e-12)
 
 
 @pytest.mark.parametrize("tokens", [8, 64])
