@@ -7,14 +7,11 @@ import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     Field,
-    PlainSerializer,
-    PlainValidator,
     PrivateAttr,
     ValidationInfo,
     field_validator,
@@ -22,10 +19,11 @@ from pydantic import (
 )
 
 from shardwright._errors import InputError
-from shardwright._files import SIZES, STRICT, FieldError, SizeText, Version1, check, parse_bytes, read_yaml, write_yaml
-from shardwright.layout import CHOICES, OPERAND_WORDS, GridLayout, preset, presets
+from shardwright._files import STRICT, FieldError, Version1, check, read_yaml, write_yaml
+from shardwright._plan_fields import Bytes, Layout, PositiveInt, SmallSize, Stored, StoredFields, Text, stored_as
+from shardwright.layout import GridLayout, preset
 from shardwright.mesh import world_size
-from shardwright.sharding import LEVELS, Sharding
+from shardwright.sharding import Sharding
 from shardwright.site import Site
 
 PHASES = ("forward", "loss", "backward", "step")
@@ -42,119 +40,8 @@ HEADER = (
     "Edit by hand as you like; it is checked again when loaded. Sizes are bytes, times are seconds."
 )
 
-PositiveInt = Annotated[int, Field(ge=1)]
-Bytes = Annotated[int, Field(ge=0)]
-SmallSize = Annotated[
-    int,
-    Field(ge=0),
-    BeforeValidator(parse_bytes, json_schema_input_type=Annotated[int, Field(ge=0)] | SizeText),
-    Field(json_schema_extra={"x-allowed": f"0 or a size: {SIZES}"}),
-]
-"""A size that may be 0."""
-Text = Annotated[str, Field(min_length=1)]
-
-
-def _words(words: tuple[str, ...]) -> Any:
-    return Field(json_schema_extra={"enum": list(words)})
-
-
 RECOMPUTE = ("none", "block")
 """What backward may compute again of a block."""
-
-
-class _LayoutFields(BaseModel):
-    """GridLayout as a plan file spells it. Types are checked here, words and axes by GridLayout itself."""
-
-    model_config = STRICT
-
-    m: Text | list[Text] = Field(default=[], description="mesh axes that split M, the tokens")
-    n: Text | list[Text] = Field(default=[], description="mesh axes that split N, the output features")
-    k: Text | list[Text] = Field(default=[], description="mesh axes that split K, the input features")
-    x: Annotated[str, _words(OPERAND_WORDS["x"])] | dict[str, Annotated[str, _words(OPERAND_WORDS["x"])]] = Field(
-        default="sharded", description="what X [M,K] does on the n axes: one word, or a word for each axis"
-    )
-    w: Annotated[str, _words(OPERAND_WORDS["w"])] | dict[str, Annotated[str, _words(OPERAND_WORDS["w"])]] = Field(
-        default="replicated", description="what W [N,K] does on the m axes: one word, or a word for each axis"
-    )
-    y: Annotated[str, _words(OPERAND_WORDS["y"])] | dict[str, Annotated[str, _words(OPERAND_WORDS["y"])]] = Field(
-        default="sharded", description="what Y [M,N] does on the k axes: one word, or a word for each axis"
-    )
-    save_x: Annotated[str, _words(CHOICES["save_x"])] = Field(default="shard", description="what backward keeps of X")
-    save_w: Annotated[str, _words(CHOICES["save_w"])] = Field(default="shard", description="what backward keeps of W")
-    overlap: Annotated[str, _words(CHOICES["overlap"])] = Field(
-        default="blocking", description="how communication runs beside the product"
-    )
-    chunks: int = Field(
-        default=0,
-        ge=0,
-        description="pieces of tokens into which each rank's part of a product is cut; 0 leaves it to the mode",
-        json_schema_extra={"x-allowed": "a whole number of at least 0"},
-    )
-    reduce_dtype: Annotated[str, _words(CHOICES["reduce_dtype"])] = Field(
-        default="same", description="the dtype in which partial sums are added; they travel in their own"
-    )
-
-
-def _layout(value: Any) -> GridLayout | str:
-    if isinstance(value, GridLayout):
-        return value
-    if isinstance(value, str):
-        preset(value)
-        return value
-    if isinstance(value, Mapping):
-        return GridLayout(**_LayoutFields.model_validate(value).model_dump(exclude_unset=True))
-    raise ValueError("neither a preset nor a mapping")
-
-
-Layout = Annotated[
-    GridLayout | str,
-    PlainValidator(
-        _layout, json_schema_input_type=Annotated[str, Field(json_schema_extra={"enum": list(presets)})] | _LayoutFields
-    ),
-    PlainSerializer(lambda layout: layout if isinstance(layout, str) else layout.to_dict()),
-]
-
-
-class _Stored(BaseModel):
-    """How a unit's parameters are stored over mesh axes."""
-
-    model_config = STRICT
-
-    level: Literal["replicate", "optimizer", "gradients", "parameters"] = Field(
-        description="what is split over the axes: nothing, optimizer states, gradients too, or parameters too"
-    )
-    axes: Text | list[Text] | None = Field(
-        default=None, description="mesh axes over which storage is split; null: every data axis of the plan"
-    )
-    keep: bool = Field(default=False, description="level parameters: W stays gathered from a forward to its backward")
-    reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
-        default=None, description="element type in which gradients are added; null: that of the stored parameters"
-    )
-    bucket: SmallSize | None = Field(
-        default=None,
-        description="bytes of the buffer in which small gradients travel together; 0: none; null: the plan's",
-    )
-
-
-def _stored(value: Any) -> _Stored:
-    if isinstance(value, _Stored):
-        return value
-    return _Stored.model_validate({"level": value} if isinstance(value, str) else value)
-
-
-Stored = Annotated[
-    _Stored,
-    PlainValidator(
-        _stored, json_schema_input_type=Annotated[str, Field(json_schema_extra={"enum": list(LEVELS)})] | _Stored
-    ),
-    PlainSerializer(
-        lambda stored: (
-            stored.level
-            if stored.model_fields_set == {"level"}
-            else stored.model_dump(exclude_defaults=True) | {"level": stored.level}
-        )
-    ),
-]
 
 
 def _axes(layout: GridLayout | str, role: Literal["m", "axes"]) -> set[str]:
@@ -259,7 +146,7 @@ class Plan(BaseModel):
         min_length=1, description="pattern of site names → the name of a preset, or the fields of a GridLayout"
     )
     params: dict[str, Stored] = Field(
-        default={"*": _stored("replicate")},
+        default={"*": stored_as("replicate")},
         description="pattern of unit names (blocks, and modules outside of them) → how parameters are stored over the "
         "data axes: a level, or its fields",
     )
@@ -445,11 +332,11 @@ class Plan(BaseModel):
             return Sharding(dtype=dtype, bucket=self.bucket)
         return Sharding(stored.level, axes, stored.keep, dtype, stored.reduce_dtype, self._bucket_of(stored))
 
-    def stored_for(self, unit: str) -> _Stored | None:
+    def stored_for(self, unit: str) -> StoredFields | None:
         """What the first pattern that matches the unit's name says of its parameters, or None."""
         return next((stored for pattern, stored in self.params.items() if fnmatchcase(unit, pattern)), None)
 
-    def _bucket_of(self, stored: _Stored) -> int:
+    def _bucket_of(self, stored: StoredFields) -> int:
         return self.bucket if stored.bucket is None else stored.bucket
 
     @property
