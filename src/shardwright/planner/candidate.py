@@ -80,7 +80,12 @@ def priced_in(problem: Problem, candidate: Candidate, modes: Sequence[Mode], poo
     if not prices:
         return candidate
     frame, period = prices[0].frame, prices[0].period
-    units = problem.config.num_hidden_layers // period
+    units, rest = divmod(problem.config.num_hidden_layers, period)
+    if rest:
+        raise InputError(
+            f"num_hidden_layers: found {problem.config.num_hidden_layers}; allowed: a multiple of {period}, the period "
+            "of unlike blocks (layer_types)"
+        )
     named = list(_ways([_around(each, frame, units) for each in prices], structure))
     ways = tuple(way for way, _ in named)
     choices = tuple(choice for _, choice in named)

@@ -114,26 +114,19 @@ def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode,
     trace = rehearse_few(family, config, few, 0, 2, [short])
     again = plan.accumulation - few.accumulation
     middle = short.radius if short.copies else short.kept // 2 // short.period * short.period
-    return priced(trace, family, short.kept, short.period, middle, again, machine, mode, recompute)
+    pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])
+    unit = Unit.of(trace, family.blocks, range(middle, middle + short.period), 0)
+    one, seconds = _price_of(trace, pieces, unit, again, machine, mode, recompute)
+    return Priced(one, _frame(pieces, one.way(""), short.kept // short.period, seconds), short.period)
 
 
-def priced(
-    trace: Trace,
-    family: Family,
-    blocks: int,
-    period: int,
-    first: int,
-    again: int,
-    machine: Machine,
-    mode: Mode,
-    recompute: str,
-) -> Priced:
-    """The price of ``period`` blocks from ``first`` on, of a trace of ``blocks`` like ones.
+def _price_of(
+    trace: Trace, pieces: Sequence[Piece], unit: Unit, again: int, machine: Machine, mode: Mode, recompute: str
+) -> tuple[Price, float]:
+    """(the price of a unit of blocks, seconds of the whole step).
 
     again: micro-batches that the trace lacks; each takes as long as the last but one, and adds no bytes.
     """
-    pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])
-    unit = Unit.of(trace, family.blocks, range(first, first + period), 0)
     clock = timeline(trace, machine, 2)
     offset = next(index for index, event in enumerate(trace.events) if event.step == 2)
     seconds = {
@@ -167,7 +160,7 @@ def priced(
         earlier,
     )
     more = again * sum(seconds[p.first] for p in pieces if p.step == 2 and p.micro == last - 1 and p.phase != "step")
-    return Priced(one, _frame(pieces, one.way(""), blocks // period, last, clock.seconds + more), period)
+    return one, clock.seconds + more
 
 
 def floor(family: Family, config: Any, plan: Plan, machine: Machine) -> float:
@@ -209,8 +202,9 @@ def _passages(pieces: Sequence[Piece], seconds: Mapping[int, float]) -> tuple[Pa
     return tuple(found)
 
 
-def _frame(pieces: Sequence[Piece], way: Way, units: int, last: int, seconds: float) -> Frame:
+def _frame(pieces: Sequence[Piece], way: Way, units: int, seconds: float) -> Frame:
     """What is not the blocks': levels of the last micro-batch less what ``units`` blocks hold there."""
+    last = max(piece.micro for piece in pieces if piece.step == 2)
     micro = [piece for piece in pieces if piece.step == 2 and (piece.micro == last or piece.phase == "step")]
     inside = [index for index, piece in enumerate(micro) if piece.block is not None]
     turn = next(index for index in inside if micro[index].phase == "backward")

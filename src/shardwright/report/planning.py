@@ -62,6 +62,8 @@ def candidates_json(found: Found) -> list[dict[str, Any]]:
         elif each.lean is not None:
             over = each.lean.peak - found.problem.memory
             why = f"needs {format_bytes(each.lean.peak)} at least, {format_bytes(over)} over the budget"
+            if over <= 0:
+                why = "its blocks fit, but not where unlike ones meet"
         else:
             why = "refused"
         rows.append(
