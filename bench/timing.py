@@ -55,10 +55,17 @@ def turns(count: int, step: int) -> list[int]:
 
 
 def limit(rate: float) -> None:
-    """From now on this host sends at most ``rate`` Gbit/s."""
+    """From now on this host sends at most ``rate`` Gbit/s.
+
+    After a pause it may send at once what two milliseconds give, at most 256 KiB; more would hand out what a real link
+    cannot. The kernel's packets are half as large at most: one that the limit had to cut would take processors.
+    """
     dist.barrier()
     if os.environ["LOCAL_RANK"] == "0":
-        change = f"tc qdisc change dev eth0 root tbf rate {rate}gbit burst 256k latency 400ms"
+        burst = min(int(rate * 1e9 / 8 * 2e-3), 2**18)
+        packet = min(burst // 2, 2**16)
+        subprocess.run(f"ip link set eth0 gso_max_size {packet}".split(), check=True)
+        change = f"tc qdisc change dev eth0 root tbf rate {rate}gbit burst {burst} latency 400ms"
         subprocess.run(change.split(), check=True)
     dist.barrier()
 

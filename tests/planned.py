@@ -12,7 +12,7 @@ import pytest
 import tiny
 from shardwright._plan import Plan
 from shardwright.cluster import Cluster
-from shardwright.planner import compose, explore, price, search
+from shardwright.planner import compose, price, search
 from shardwright.planner.problem import Problem
 from shardwright.planner.request import request
 from shardwright.planner.space import Structure, structures
@@ -89,7 +89,7 @@ def few(*asked: Any) -> Iterator[Structure]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches in this process, of few structures, that share their rehearsals."""
     monkeypatch.setattr(search, "rehearsing", lambda workers: Here())
-    monkeypatch.setattr(explore, "structures", few)
+    monkeypatch.setattr("shardwright.planner.problem.structures", few)
     monkeypatch.setattr(price, "rehearse_few", remembered)
     monkeypatch.setattr(compose, "rehearse_few", remembered)
 

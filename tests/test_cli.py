@@ -176,7 +176,10 @@ def test_train_refuses_from_rank_0_and_every_rank_exits_with_2(plan_path: Path, 
         "version: 1\nplan: plan.yaml\ndata: {text: [a.txt], tokenizer: tokenizer.json}\nsteps: 2\noutput: out\n"
     )
     done = subprocess.run(
-        command(tmp_path / "run.yaml", 3), capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command(["train", str(tmp_path / "run.yaml")], 3),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -20,16 +20,16 @@ from shardwright.trace.timeline import COMPUTE, Span, timeline
 MESH = {"x": 2, "y": 2, "t": 3}
 
 
-def machine(measured=(), mesh=MESH, backend="gloo", latency=0.0, bandwidth=1.0, flops=128.0, overhead=0.0):
-    """One host; one byte takes a second, and so does one unit of ``op``."""
-    ranks = math.prod(mesh.values())
+def machine(measured=(), mesh=MESH, backend="gloo", latency=0.0, bandwidth=1.0, flops=128.0, overhead=0.0, hosts=1):
+    """One byte takes a second, within a host and between hosts, and so does one unit of ``op``."""
+    ranks, link = math.prod(mesh.values()), Link(latency=latency, bandwidth=bandwidth)
     return Machine(
         Cluster(
             version=1,
-            hosts=1,
-            devices_per_host=ranks,
+            hosts=hosts,
+            devices_per_host=ranks // hosts,
             device=Device(name="device", memory=2**30, flops={"float32": flops}, overhead=overhead),
-            links=Links(within_host=Link(latency=latency, bandwidth=bandwidth), measured=list(measured)),
+            links=Links(within_host=link, between_hosts=link if hosts > 1 else None, measured=list(measured)),
         ),
         mesh,
         "float32",
@@ -133,10 +133,21 @@ def test_a_blocking_collective_claims_its_own_sends():
 
 
 def test_streams_of_two_axes_run_together_and_one_stream_in_order():
-    apart = timeline([begin(4), begin(4, ("y",)), wait(), wait(("y",))], machine())
+    two_hosts = machine(mesh={"x": 2, "y": 2}, hosts=2)
+    apart = timeline([begin(4), begin(4, ("y",)), wait(), wait(("y",))], two_hosts)
     assert (apart.seconds, apart.busy, apart.exposed) == (4, {"x": 4, "y": 4}, {"x": 4, "y": 0})
     one = timeline([begin(4), begin(4, module="other"), op(1), wait(module="other")], machine())
     assert (one.seconds, one.exposed) == (8, {"x": 7})
+
+
+def test_two_axes_share_a_link():
+    """The first two bytes of either take four seconds; then the longer one has the link for itself."""
+    found = timeline([begin(5), begin(2, ("y",)), wait(("y",)), op(1), wait()], machine())
+    assert [span for span in found.spans if span.stream != COMPUTE] == [
+        Span("x", "all_gather", "m", 0, 7),
+        Span("y", "all_gather", "m", 0, 4),
+    ]
+    assert (found.seconds, found.compute, found.exposed) == (7, 1, {"x": 2, "y": 4})
 
 
 def test_a_group_over_two_axes_takes_both_streams():
@@ -272,7 +283,7 @@ def rehearsed():
 
 def test_modes_of_a_tiny_llama(rehearsed):
     """The same products and bytes: async and ring hide some of the tensor axis's communication, blocking none."""
-    here = machine(mesh={"data": 2, "tensor": 2}, bandwidth=2e6, flops=1e9)
+    here = machine(mesh={"data": 2, "tensor": 2}, bandwidth=2e6, flops=1e9, hosts=2)
     found = {mode: timeline(trace, here) for mode, trace in rehearsed.items()}
     assert found["-async"].compute == pytest.approx(found[""].compute, rel=1e-9)
     assert found["-ring"].compute == pytest.approx(found[""].compute, rel=1e-9)

@@ -60,7 +60,7 @@ def prepare(place: Path, texts: Sequence[str], ranks: int, changes: Mapping[str,
 
 def launch(run: Path, ranks: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(run, ranks), capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command(["train", str(run)], ranks), capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
 
 

@@ -74,7 +74,7 @@ def demo(
         Path | None, typer.Option(metavar="DIR", help="Keep plan, text, metrics and traces in DIR (new or empty).")
     ] = None,
 ) -> None:
-    """Do the whole job on this machine: rehearse layouts of a small Llama, choose one, train with it, compare."""
+    """Do the whole job on this machine: profile it, plan a small Llama, train with the plan, compare."""
     with exit_status():
         from shardwright._files import parse_bytes
 
@@ -187,6 +187,9 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Element type of products: bf16 or fp32.")] = "bf16",
     master_dtype: Annotated[str, typer.Option(help="Element type of stored parameters and moments.")] = "fp32",
     backend: Annotated[str, typer.Option(help="nccl or gloo.")] = "nccl",
+    level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help=f"Only this way to store parameters: {STORED}.")
+    ] = None,
     seconds: Annotated[float, typer.Option(help="How long structures are priced.")] = 25.0,
     min_devices: Annotated[bool, typer.Option("--min-devices", help="On the fewest devices that work.")] = False,
     max_sequence: Annotated[
@@ -214,7 +217,7 @@ def plan(
         from shardwright.report.console import table_console
 
         types = (DTYPES.get(dtype, dtype), DTYPES.get(master_dtype, master_dtype))
-        problem = request(config, cluster or devices or "", memory, batch, sequence, *types, backend)
+        problem = request(config, cluster or devices or "", memory, batch, sequence, *types, backend, level)
         ask = least_devices if min_devices else longest_sequence if max_sequence else search
         console = table_console()
         with console.status("planning") as status:

@@ -177,6 +177,10 @@ class Machine:
         measured = self._measured(kind, self.spread(axes))
         return measured.beside if measured is not None else 1.0
 
+    def link(self, axes: tuple[str, ...]) -> str:
+        """The kind of link that a collective over ``axes`` loads most: ``within a host`` or ``between hosts``."""
+        return "between hosts" if self.spread(axes).hosts > 1 else "within a host"
+
     def spread(self, axes: tuple[str, ...]) -> Spread:
         """How the groups along ``axes`` lie over the hosts."""
         if axes not in self._spreads:

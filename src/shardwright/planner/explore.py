@@ -23,7 +23,7 @@ from shardwright.planner.candidate import Candidate, priced_in
 from shardwright.planner.limits import limits
 from shardwright.planner.price import floor
 from shardwright.planner.problem import Problem
-from shardwright.planner.space import MODES, Mode, Structure, structures
+from shardwright.planner.space import MODES, Mode, Structure
 from shardwright.site import Site
 
 FIRST = (Mode("async", "gathered"), Mode("async", "shard"), Mode("ring", "shard"))
@@ -35,13 +35,13 @@ Tell = Callable[[str], None]
 
 def candidates_of(problem: Problem) -> list[Candidate]:
     """Every structure with its limits, most promising first. Raises InputError where there is none."""
-    base, family = problem.base, problem.family
+    base = problem.base
     found: list[Candidate] = []
     sizes: dict[str, int] = {}
     machines: dict[tuple[tuple[str, int], ...], Machine] = {}  # each works out how its groups lie over hosts
     by_accumulation: dict[int, list[Site]] = {}
     blocks = problem.config.num_hidden_layers
-    for structure in structures(family, problem.config, problem.devices, problem.batch, base.sequence):
+    for structure in problem.structures():
         sites = by_accumulation.get(structure.accumulation)
         if sites is None:
             sites = by_accumulation[structure.accumulation] = _distinct(problem, structure.accumulation)
@@ -57,6 +57,7 @@ def candidates_of(problem: Problem) -> list[Candidate]:
         raise InputError(
             f"batch: found {problem.batch} sequences on {problem.devices} devices; allowed: a multiple of the devices "
             "that are left when features are split as the heads allow"
+            + (f", with more than one of them for level {problem.level}" if problem.level else "")
         )
     return sorted(found, key=_promise)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from shardwright.cost.machine import Machine
 from shardwright.layout import GridLayout
 from shardwright.models import Family, family_of
 from shardwright.planner.patterns import patterns
-from shardwright.planner.space import Mode, Structure
+from shardwright.planner.space import Mode, Structure, structures
 from shardwright.site import Site
 
 Choice = tuple[Mode, Mode, str]
@@ -23,7 +23,8 @@ Choice = tuple[Mode, Mode, str]
 class Problem:
     """What the search is asked: a model, the devices, and the sizes that are given.
 
-    batch: sequences of a step, over the whole mesh. memory: bytes that a device may hold.
+    batch: sequences of a step, over the whole mesh. memory: bytes that a device may hold. level: the only sharding
+    level that is looked at, None for all.
     """
 
     config: Any
@@ -32,6 +33,7 @@ class Problem:
     devices: int
     memory: int
     batch: int
+    level: str | None = None
 
     @property
     def family(self) -> Family:
@@ -41,6 +43,11 @@ class Problem:
     def sites(self, accumulation: int = 1) -> tuple[Site, ...]:
         """The sites of one micro-batch."""
         return self.family.sites(self.config, self.batch // accumulation * self.base.sequence)
+
+    def structures(self) -> Iterator[Structure]:
+        """Everything that may be chosen."""
+        every = structures(self.family, self.config, self.devices, self.batch, self.base.sequence)
+        return (each for each in every if self.level in (None, each.level))
 
     def machine(self, structure: Structure) -> Machine:
         """The devices as a mesh of this structure."""

@@ -15,6 +15,7 @@ from shardwright.cluster import Cluster
 from shardwright.planner.explore import Tell
 from shardwright.planner.problem import Problem
 from shardwright.planner.search import SECONDS, Found, search
+from shardwright.sharding import LEVELS
 
 
 def plan(
@@ -27,6 +28,7 @@ def plan(
     dtype: str = "bfloat16",
     master_dtype: str | None = "float32",
     backend: str = "nccl",
+    level: str | None = None,
     seconds: float = SECONDS,
 ) -> Plan:
     """The fastest plan that fits, certified by a rehearsal.
@@ -35,12 +37,13 @@ def plan(
     machine such as ``8xH100-80GB``. memory: limit for the peak of a device, bytes or a size such as ``72GiB``; by
     default the device's whole memory. batch: sequences of a step over the whole cluster; the plan may cut them into
     micro-batches (its ``batch`` × ``accumulation``). sequence: tokens of a sequence. dtype, master_dtype, backend: as
-    in a plan file.
+    in a plan file. level: the only sharding level to look at (replicate, optimizer, gradients,
+    parameters); by default all.
     seconds: how long to search.
 
     Raises InputError for bad input, DoesNotFit where no plan fits, with the least budget that works.
     """
-    problem = request(config, cluster, memory, batch, sequence, dtype, master_dtype, backend)
+    problem = request(config, cluster, memory, batch, sequence, dtype, master_dtype, backend, level)
     return search(problem, seconds).plan
 
 
@@ -53,6 +56,7 @@ def request(
     dtype: str,
     master_dtype: str | None,
     backend: str,
+    level: str | None = None,
 ) -> Problem:
     """The problem that ``plan`` solves."""
     machines = cluster_of(cluster)
@@ -62,6 +66,8 @@ def request(
     for name, value in (("batch", batch), ("sequence", sequence)):
         if value < 1:
             raise InputError(f"{name}: found {value}; allowed: at least 1")
+    if level is not None and level not in LEVELS:
+        raise InputError(f"level: found {level!r}; allowed: {', '.join(LEVELS)}")
     base = Plan.for_config(
         config,
         mesh={"data": 1},
@@ -76,7 +82,7 @@ def request(
     models.family_of(loaded)
     if machines.links is None and machines.devices > 1:
         raise InputError("links: found null; allowed: the cluster's links, which times are made of")
-    return Problem(loaded, base, machines, machines.devices, limit, batch)
+    return Problem(loaded, base, machines, machines.devices, limit, batch, level)
 
 
 def cluster_of(cluster: Cluster | str | os.PathLike[str]) -> Cluster:

@@ -14,8 +14,9 @@ Under way together are all pieces of a gather that does not go round a ring, two
 send is the first of c10d's operators after the event that no collective logged later claims (a sum round a ring is
 logged before its first share is formed); without one it is the event itself.
 
-Where a collective was measured beside products, it and compute are both slower by the factor ``beside`` for as long as
-both run; while compute stands the collective is not.
+Collectives of several axes that run at once on one kind of link (within a host, or between hosts) share it equally: each
+takes as many times as long. Where a collective was measured beside products, it and compute are both slower by the
+factor ``beside`` for as long as both run; while compute stands the collective is not.
 What is never waited for is there at the end. Overlap of the host with devices and allocator stalls are no part of this.
 """
 
@@ -109,11 +110,14 @@ class _Operation:
 
 @dataclass(eq=False)
 class _Piece:
-    """A part of a collective. left: seconds that it still takes alone; slow: how many times as long beside compute."""
+    """A part of a collective. left: seconds that it still takes alone; slow: how many times as long beside compute;
+    link: the kind of link that it loads.
+    """
 
     operation: _Operation
     left: float
     slow: float
+    link: str
     start: float | None = None
     done: bool = False
 
@@ -169,8 +173,8 @@ class _Clock:
         # Pieces that leave at once share one latency; those that follow each other pay it each.
         messages = 1 if operation.leaves_at_once(self._machine.backend) else count
         seconds = takes(event.kind, event.axes, event.size, event.sent, messages)
-        slow = self._machine.beside(event.kind, event.axes)
-        operation.pieces = [_Piece(operation, seconds / count, slow) for _ in range(count)]
+        slow, link = self._machine.beside(event.kind, event.axes), self._machine.link(event.axes)
+        operation.pieces = [_Piece(operation, seconds / count, slow, link) for _ in range(count)]
 
     def _launch(self, operation: _Operation) -> None:
         """As many pieces as may be under way beyond those that were waited for."""
@@ -205,7 +209,8 @@ class _Clock:
         for piece in pieces:
             while not piece.done:
                 before = self._now
-                self._pass(min(moving.left for moving in self._moving()), computing=False)
+                moving = self._moving()
+                self._pass(min(_seconds(each, moving) for each in moving), computing=False)
                 for axis in piece.axes:
                     self._exposed[axis] += self._now - before
 
@@ -227,7 +232,8 @@ class _Clock:
         while self._under_way:
             moving = self._moving()
             slow = max(piece.slow for piece in moving) if computing else 1.0
-            least = min(piece.left for piece in moving)
+            takes = [_seconds(piece, moving) for piece in moving]
+            least = min(takes)
             done = min(least, seconds)
             for piece in moving:
                 if piece.start is None:
@@ -236,11 +242,11 @@ class _Clock:
                     self._busy[axis] += done * slow
             self._now += done * slow
             seconds -= done
-            for piece in moving:
-                if piece.left == done:
+            for piece, whole in zip(moving, takes, strict=True):
+                if whole == done:
                     self._end(piece)
                 else:
-                    piece.left -= done
+                    piece.left *= 1 - done / whole
             if least > done:
                 break
         self._now += seconds
@@ -252,6 +258,11 @@ class _Clock:
         event = piece.operation.event
         if self._now > piece.start:
             self._spans += [Span(axis, event.kind, event.module, piece.start, self._now) for axis in event.axes]
+
+
+def _seconds(piece: _Piece, moving: Sequence[_Piece]) -> float:
+    """That ``piece`` still takes while all of ``moving`` are under way."""
+    return piece.left * sum(each.link == piece.link for each in moving)
 
 
 def _operations(events: Sequence[Event]) -> tuple[list[_Operation], dict[int, _Operation]]:
