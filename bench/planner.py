@@ -1,6 +1,6 @@
 """Whether predicted step times rank layouts as measured ones do: one small Llama on four ranks, profiled and trained.
 
-    python bench/planner.py [--quick] [--machines 2x2 1x4] [--rate 1] [--rounds 5]
+    python bench/planner.py [--quick] [--machines 2x2 4x1] [--rates 0.1] [--rounds 7]
     python bench/planner.py --again build/bench/planner.json      predicts anew what was measured then
 
 As root, on Linux with iproute2: bench/netlab.sh starts this file once more as each rank. A row first profiles its
@@ -42,11 +42,11 @@ STEADY = 2  # the step that is predicted: the first one makes the optimizer's mo
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4, help="sequences over all ranks")
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--machines", nargs="+", default=["2x2", "1x4"], metavar="HxR", help="four ranks each")
-    parser.add_argument("--rates", nargs="+", type=float, default=[1.0], help="Gbit/s that a host sends; one")
+    parser.add_argument("--machines", nargs="+", default=["2x2", "4x1"], metavar="HxR", help="four ranks each")
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.1], help="Gbit/s that a host sends; one")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="a quick profile, at most 3 rounds")
     parser.add_argument("--patience", type=float, default=60, help="seconds a row may wait for other programs to pause")

@@ -114,6 +114,14 @@ def test_e1_the_fastest_mix_is_that_of_brute_force(part, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("seed", [664, 1086])
+def test_the_leanest_mix_is_so_to_the_byte(seed):
+    """Instances whose two leanest mixes are closer than the solver's tolerance."""
+    frame, ways, blocks = drawn(seed)
+    lean = leanest(frame, ways, blocks)
+    assert lean.peak == min(alive(frame, ways, counts) for counts in mixes(len(ways), blocks))
+
+
 def instances() -> st.SearchStrategy[Instance]:
     return st.builds(drawn, st.integers(10**6, 10**7))
 

@@ -144,8 +144,8 @@ def test_two_axes_share_a_link():
     """The first two bytes of either take four seconds; then the longer one has the link for itself."""
     found = timeline([begin(5), begin(2, ("y",)), wait(("y",)), op(1), wait()], machine())
     assert [span for span in found.spans if span.stream != COMPUTE] == [
-        Span("x", "all_gather", "m", 0, 7),
         Span("y", "all_gather", "m", 0, 4),
+        Span("x", "all_gather", "m", 0, 7),
     ]
     assert (found.seconds, found.compute, found.exposed) == (7, 1, {"x": 2, "y": 4})
 

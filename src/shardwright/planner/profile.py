@@ -52,7 +52,7 @@ class Effort:
     limit: int
     beside: int
     repetitions: int
-    least: float = 0.02
+    least: float = 0.05
 
     @classmethod
     def of(cls, device: str, quick: bool) -> Effort:
@@ -65,7 +65,7 @@ class Effort:
             large = (256, 2048, 8192) if quick else (128, 512, 2048, 8192, 16384)
             return cls((*messages, 2**24, 2**26, 2**28), large, 2**40, 4096, repetitions)
         if quick:
-            return cls(messages, (64, 512, 2048), 2**27, 256, repetitions)
+            return cls(messages, (64, 512, 2048), 2**27, 256, repetitions, least=0.02)
         return cls(messages, (64, 256, 1024, 4096), 2**30, 256, repetitions)
 
 
