@@ -6,7 +6,7 @@ the initialisation of a model from its plan's seed, and an evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,13 @@ from shardwright.trace import Trace, collector_at_rest
 MicroBatches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def rehearse(config: Any, plan: Plan, rank: int = 0, steps: int = 2, job: str = "steps") -> Trace:
+def rehearse(
+    config: Any, plan: Plan, rank: int = 0, steps: int | Sequence[int] = 2, job: str = "steps"
+) -> Trace:
     """What ``rank`` would do under ``plan``.
 
-    config: a path of a config.json, or a Hugging Face config. job: ``steps`` (the first ``steps`` training steps),
-    ``initialisation`` (of the weights), or ``evaluation`` (of one step's batches, without gradients). The trace's
+    config: a path of a config.json, or a Hugging Face config. job: ``steps`` (the first ``steps`` training steps, or
+    as many as are told, of so many micro-batches each instead of the plan's), ``initialisation`` (of the weights), or ``evaluation`` (of one step's batches, without gradients). The trace's
     ``arena`` tells the slots that the job needs. Raises InputError where the plan does not fit the model, or where this
     process already has a process group.
     """
@@ -45,8 +47,9 @@ def rehearse(config: Any, plan: Plan, rank: int = 0, steps: int = 2, job: str = 
         config = models.load_config(config)
     with collector_at_rest(), stage(plan, rank) as mesh:
         model = models.build_meta(config, plan.stored_dtype)
+        each = [plan.accumulation] * steps if isinstance(steps, int) else list(steps)
         with FakeTensorMode():
-            trace = JOBS[job](model, mesh, plan, steps)
+            trace = JOBS[job](model, mesh, plan, each)
         trace.arena = Runtime.of(mesh).arena.most
         return trace
 
@@ -85,33 +88,31 @@ def _forget_meshes() -> None:
         clear()
 
 
-def _steps(model: Any, mesh: DeviceMesh, plan: Plan, steps: int) -> Trace:
+def _steps(model: Any, mesh: DeviceMesh, plan: Plan, steps: list[int]) -> Trace:
     step = TrainStep(parallelize(model, mesh, plan, source=unfilled(torch.device("cpu"))), mesh, plan)
-    _, trace = record_steps(step, [_micro_batches(plan, step) for _ in range(steps)])
+    _, trace = record_steps(step, [_micro_batches(plan, step, count) for count in steps])
     return trace
 
 
-def _evaluation(model: Any, mesh: DeviceMesh, plan: Plan, steps: int) -> Trace:
+def _evaluation(model: Any, mesh: DeviceMesh, plan: Plan, steps: list[int]) -> Trace:
     step = TrainStep(parallelize(model, mesh, plan, source=unfilled(torch.device("cpu"))), mesh, plan)
-    _, trace = record_evaluation(step, _micro_batches(plan, step))
+    _, trace = record_evaluation(step, _micro_batches(plan, step, plan.accumulation))
     return trace
 
 
-def _initialisation(model: Any, mesh: DeviceMesh, plan: Plan, steps: int) -> Trace:
+def _initialisation(model: Any, mesh: DeviceMesh, plan: Plan, steps: list[int]) -> Trace:
     _, trace = record_initialisation(lambda: parallelize(model, mesh, plan))
     return trace
 
 
-JOBS: dict[str, Callable[[Any, DeviceMesh, Plan, int], Trace]] = {
+JOBS: dict[str, Callable[[Any, DeviceMesh, Plan, list[int]], Trace]] = {
     "steps": _steps,
     "initialisation": _initialisation,
     "evaluation": _evaluation,
 }
 
 
-def _micro_batches(plan: Plan, step: TrainStep) -> MicroBatches:
+def _micro_batches(plan: Plan, step: TrainStep, count: int) -> MicroBatches:
     first, end = chunk(plan.batch, step.loss.tokens.size, step.loss.tokens.index)
     shape = (end - first, plan.sequence)
-    return [
-        (torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)) for _ in range(plan.accumulation)
-    ]
+    return [(torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)) for _ in range(count)]

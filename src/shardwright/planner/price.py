@@ -109,9 +109,9 @@ def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode,
     Raises InputError where the plan does not fit the model.
     """
     run = runs(kinds(family, config, plan))[0]
-    short = shortened(run, max(1, plan.in_flight - 1))
+    short = shortened(run, max(1, plan.in_flight - 1), units=1)
     few = plan.evolve(accumulation=min(plan.accumulation, MICRO_BATCHES))
-    trace = rehearse_few(family, config, few, 0, 2, [short])
+    trace = rehearse_few(family, config, few, 0, (1, few.accumulation), [short])
     again = plan.accumulation - few.accumulation
     middle = short.radius if short.copies else short.kept // 2 // short.period * short.period
     pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])

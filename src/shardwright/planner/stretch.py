@@ -111,9 +111,12 @@ def runs(found: Sequence[Hashable]) -> list[Run]:
     return cut
 
 
-def shortened(run: Run, radius: int) -> Run:
-    """The run with two units in the middle and ``radius`` blocks (and what does not divide) around them, if shorter."""
-    kept = 2 * (run.period + radius)
+def shortened(run: Run, radius: int, units: int = 2) -> Run:
+    """The run with so many units in the middle and ``radius`` blocks (and what does not divide) around them, if shorter.
+
+    Two units can be compared.
+    """
+    kept = units * run.period + 2 * radius
     kept += (run.length - kept) % run.period
     return replace(run, kept=kept, radius=radius) if kept < run.length else run
 
@@ -129,8 +132,10 @@ def _stretched(family: Family, config: Any, plan: Plan, rank: int, steps: int, s
     return stretched
 
 
-def rehearse_few(family: Family, config: Any, plan: Plan, rank: int, steps: int, short: Sequence[Run]) -> Trace:
-    """The rehearsal of the blocks only that these runs keep."""
+def rehearse_few(
+    family: Family, config: Any, plan: Plan, rank: int, steps: int | Sequence[int], short: Sequence[Run]
+) -> Trace:
+    """The rehearsal of the blocks only that these runs keep; steps as ``rehearse`` takes them."""
     blocks = [block for run in short for block in run.blocks]
     return rehearse(_config_of(config, blocks), _plan_of(family, config, plan, blocks), rank, steps)
 

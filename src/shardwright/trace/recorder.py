@@ -24,6 +24,15 @@ from shardwright.trace.events import CATEGORIES, Alloc, Collective, Event, Free,
 from shardwright.trace.trace import Trace
 
 _BOOKKEEPING = ("prim", "profiler")  # questions about fake tensors, and labels for profilers: no work is done
+_DEVICE = torch.ops.prim.device.default
+"""C++ asks a fake tensor for its device more often than it does anything else."""
+
+_INTO = {torch.ops.aten.mm.out, torch.ops.aten.addmm.out}
+_IN_PLACE = {
+    torch.ops.aten.addmm_.default, torch.ops.aten.add_.Tensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.copy_.default
+}  # fmt: skip
+"""What writes into a tensor that is there, and so does nothing to a fake one. These are the frequent ones."""
+
 _RANK_OF = {category: rank for rank, category in enumerate(CATEGORIES)}
 
 
@@ -253,6 +262,8 @@ class Recorder(TorchDispatchMode):
     # -- every operator -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device
         kwargs = kwargs or {}
         for kind in types:
             if hasattr(kind, "__tensor_flatten__"):
@@ -274,6 +285,10 @@ class Recorder(TorchDispatchMode):
             shapes.append(tuple(tensor.shape))
             self._own(tensor, "input", module, "")
         self.events.append(Op(self.step, self.phase, module, name, tuple(shapes)))
+        if self._fake and func in _IN_PLACE:
+            return args[0]
+        if self._fake and func in _INTO:
+            return kwargs["out"]
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             self._own(tensor, "temporary", module, name)
@@ -283,7 +298,7 @@ class Recorder(TorchDispatchMode):
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            if not value.is_meta or isinstance(value, FakeTensor):  # a tensor on the meta device owns no bytes
+            if isinstance(value, FakeTensor) or not value.is_meta:  # a tensor on the meta device owns no bytes
                 yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
