@@ -31,15 +31,13 @@ from shardwright.trace import Trace, collector_at_rest
 MicroBatches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def rehearse(
-    config: Any, plan: Plan, rank: int = 0, steps: int | Sequence[int] = 2, job: str = "steps"
-) -> Trace:
+def rehearse(config: Any, plan: Plan, rank: int = 0, steps: int | Sequence[int] = 2, job: str = "steps") -> Trace:
     """What ``rank`` would do under ``plan``.
 
-    config: a path of a config.json, or a Hugging Face config. job: ``steps`` (the first ``steps`` training steps, or
-    as many as are told, of so many micro-batches each instead of the plan's), ``initialisation`` (of the weights), or ``evaluation`` (of one step's batches, without gradients). The trace's
-    ``arena`` tells the slots that the job needs. Raises InputError where the plan does not fit the model, or where this
-    process already has a process group.
+    config: a path of a config.json, or a Hugging Face config. job: ``steps`` (the first ``steps`` training steps; a
+    sequence tells how many micro-batches each of them has, instead of the plan), ``initialisation`` (of the weights),
+    or ``evaluation`` (of one step's batches, without gradients). The trace's ``arena`` tells the slots that the job
+    needs. Raises InputError where the plan does not fit the model, or where this process already has a process group.
     """
     if job not in JOBS:
         raise InputError(f"job: found {job!r}; allowed: {', '.join(JOBS)}")

@@ -193,11 +193,12 @@ class Machine:
             raise InputError(f"axes: found {unknown[0]!r}; allowed: the mesh's axes ({', '.join(self.mesh)})")
         members = ranks_along(0, axes, self.mesh)
         firsts = ranks_along(0, [axis for axis in self.mesh if axis not in axes], self.mesh)
+        per_host = self.cluster.devices_per_host
         found = set[Spread]()
-        for first in firsts:
+        for first in {first % per_host for first in firsts}:  # whole hosts further on, a group lies alike
             counts: dict[int, int] = {}
             for member in members:
-                host = (first + member) // self.cluster.devices_per_host
+                host = (first + member) // per_host
                 counts[host] = counts.get(host, 0) + 1
             found.add(Spread(len(members), len(counts), min(counts.values()), max(counts.values())))
         return max(found, key=lambda spread: (spread.hosts, -spread.fewest, spread.most))

@@ -96,7 +96,9 @@ def backward(work: Backward) -> torch.Tensor | None:
 
 
 def cut(product: Product, rows: int) -> list[Piece]:
-    """One piece a rank at least: that is what travels."""
+    """What travels on gloo: one piece a rank at least. On nccl all that is gathered is there at once."""
+    if product.tokens_group.backend == "nccl":
+        return blocking.cut(product, rows)
     return pieces.cut_tokens(rows, product.tokens_group, product.layout.chunks or 1)
 
 
@@ -110,8 +112,8 @@ def reduced(work: Forward) -> list[torch.Tensor]:
         x = blocking.lease_x(product, work.x, work.rows, work.width)
         arrivals = Gathering(work.x, x, product.gather_x, product.name, MODE)
         turns = cut(product, work.rows)
-        own = [piece for piece in turns if piece.peer == product.gather_x.index]
-        others = [piece for piece in turns if piece.peer != product.gather_x.index]
+        own = [piece for piece in turns if len(turns) > 1 and piece.peer == product.gather_x.index]
+        others = [piece for piece in turns if piece not in own]
     y = Strips(work, MODE)
     for piece in own:
         for strip in y.strips:

@@ -7,6 +7,7 @@ the same order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -83,18 +84,25 @@ class Certificate:
         return plan.evolve(predicted=self.predicted(), arena=dict(self.arena))
 
 
-def certify(config: Any, plan: Plan, expected: Mapping[str, int] | None = None) -> Certificate:
+def certify(
+    config: Any, plan: Plan, expected: Mapping[str, int] | None = None, pool: Executor | None = None
+) -> Certificate:
     """Rehearses two steps of ``plan`` on one rank of each class.
 
     config: a path of a config.json, or a Hugging Face config. expected: ``peak``, ``saved`` and ``volume`` (bytes, of
-    the fullest rank), or some of them, as they were predicted.
+    the fullest rank), or some of them, as they were predicted. pool: processes that rehearse the classes side by side.
     Raises Uncertified where the rehearsals say something else, Divergence where collectives do not agree.
     """
     if isinstance(config, (str, Path)):
         config = models.load_config(config)
     classes = rank_classes(config, plan)
     plan = plan.evolve(arena=None)  # the rehearsals tell what it must be
-    traces = {each.representative: rehearse_stretched(config, plan, each.representative) for each in classes}
+    ranks = [each.representative for each in classes]
+    if pool is None or len(ranks) == 1:
+        traces = {rank: rehearse_stretched(config, plan, rank) for rank in ranks}
+    else:
+        rehearsed = pool.map(rehearse_stretched, [config] * len(ranks), [plan] * len(ranks), ranks)
+        traces = dict(zip(ranks, rehearsed, strict=True))
     agree_by_class(traces, classes, plan.mesh)
     figures = tuple(_figures(each, traces[each.representative]) for each in classes)
     certificate = Certificate(figures, slots(traces.values()), traces)

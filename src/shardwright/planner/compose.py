@@ -10,14 +10,15 @@ step is the short one's plus the number of copies times a difference that the sh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright._plan import Plan
 from shardwright.models import family_of
 from shardwright.planner.classes import rank_classes
 from shardwright.planner.pieces import Piece, cut
-from shardwright.planner.stretch import kinds, rehearse_few, runs, shortened
+from shardwright.planner.stretch import Run, few_blocks, kinds, rehearse_few, runs, shortened
 from shardwright.trace import PHASES, Trace
 
 
@@ -124,23 +125,55 @@ def _more_saved(pieces: Sequence[Piece], units: Sequence[Unit], backward: int) -
     return sum(unit.copies * sum(p.saved for p in unit.passing(pieces, step, "forward", micro)) for unit in units)
 
 
-def composed_of(config: Any, plan: Plan) -> Composed:
-    """The prediction of a plan from rehearsals of a few of its blocks: on the fullest rank, the most of each figure."""
-    family = family_of(config)
+@dataclass(frozen=True)
+class Short:
+    """What a rehearsal of a few blocks shows: its pieces, what each pass backward began with, its runs' units."""
+
+    pieces: tuple[Piece, ...]
+    saved: tuple[int, ...]
+    units: tuple[Unit, ...]
+
+
+Known = dict[tuple[int, str], Short]
+"""(rank, plan of the few blocks) → what was rehearsed. Plans that differ in how long their runs are share it."""
+
+
+def composed_of(config: Any, plan: Plan, pool: Executor | None = None, known: Known | None = None) -> Composed:
+    """The prediction of a plan from rehearsals of a few of its blocks: on the fullest rank, the most of each figure.
+
+    pool: processes that rehearse the classes of equal ranks side by side. known: what need not be rehearsed again; it
+    grows.
+    """
+    family, known = family_of(config), {} if known is None else known
     short = [shortened(run, max(1, plan.in_flight - 1)) for run in runs(kinds(family, config, plan))]
-    found = []
-    for ranks in rank_classes(config, plan):
-        trace = rehearse_few(family, config, plan, ranks.representative, 2, short)
-        units, first = [], 0
-        for run in short:
-            blocks = range(first + run.radius, first + run.radius + run.period)
-            units.append(Unit.of(trace, family.blocks, blocks, run.copies))
-            first += run.kept
-        pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])
-        found.append(compose(pieces, trace.saved, units))
+    few = few_blocks(family, config, plan, short)[1].model_dump_json()
+    keys = [(ranks.representative, few) for ranks in rank_classes(config, plan)]
+    new = [(config, plan, rank, short) for rank, _ in keys if (rank, few) not in known]
+    for task, rehearsed in zip(new, (pool.map if pool is not None else map)(_rehearsed, new), strict=True):
+        known[task[2], few] = rehearsed
+    copies = [run.copies for run in short]
+    found = [compose(each.pieces, each.saved, _units(each, copies)) for each in (known[key] for key in keys)]
     phases: Mapping[str, None] = dict.fromkeys(phase for each in found for phase in each.phase_peaks)
     return Composed(
         {phase: max(each.phase_peaks.get(phase, 0) for each in found) for phase in phases},
         max(each.saved for each in found),
         max(each.sent for each in found),
     )
+
+
+def _rehearsed(task: tuple[Any, Plan, int, Sequence[Run]]) -> Short:
+    """One rank's rehearsal, in a process of the pool."""
+    config, plan, rank, short = task
+    family = family_of(config)
+    trace = rehearse_few(family, config, plan, rank, 2, short)
+    units, first = [], 0
+    for run in short:
+        blocks = range(first + run.radius, first + run.radius + run.period)
+        units.append(Unit.of(trace, family.blocks, blocks, 0))
+        first += run.kept
+    pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])
+    return Short(tuple(pieces), tuple(trace.saved), tuple(units))
+
+
+def _units(short: Short, copies: Sequence[int]) -> list[Unit]:
+    return [replace(unit, copies=count) for unit, count in zip(short.units, copies, strict=True)]

@@ -2,8 +2,8 @@
 
 for each structure, most promising first:
     leave it out if its limits say that no plan of it fits, or beats the best one found
-    price it in the modes that mostly win, and solve for the fastest mix within the budget
-then, while there is time, price those that could still win in all their modes
+    price it in one mode, and solve for the fastest mix within the budget
+then, in what is left of the time, price those that could still win in all their modes, fastest first
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dataclasses import replace
 from shardwright._errors import InputError
 from shardwright.cost.machine import Machine
 from shardwright.planner.candidate import Candidate, priced_in
-from shardwright.planner.limits import limits
+from shardwright.planner.limits import Split, limits, split_of
 from shardwright.planner.price import floor
 from shardwright.planner.problem import Problem
 from shardwright.planner.space import MODES, Mode, Structure
 from shardwright.site import Site
 
-FIRST = (Mode("async", "gathered"), Mode("async", "shard"), Mode("ring", "shard"))
-"""Modes in which a structure is priced first."""
+FIRST = (Mode("async", "shard"),)
+"""Modes in which a structure is priced first: one is enough to rank structures, and leaves time for more of them."""
 
 Tell = Callable[[str], None]
 """Takes a line of progress."""
@@ -40,6 +40,7 @@ def candidates_of(problem: Problem) -> list[Candidate]:
     sizes: dict[str, int] = {}
     machines: dict[tuple[tuple[str, int], ...], Machine] = {}  # each works out how its groups lie over hosts
     by_accumulation: dict[int, list[Site]] = {}
+    splits: dict[tuple[tuple[int, int, str], int], Split] = {}
     blocks = problem.config.num_hidden_layers
     for structure in problem.structures():
         sites = by_accumulation.get(structure.accumulation)
@@ -50,9 +51,11 @@ def candidates_of(problem: Problem) -> list[Candidate]:
                 sizes[sites[-1].name] = 0
         machine = machines.setdefault(tuple(structure.mesh.items()), problem.machine(structure))
         stored = base.master_dtype or base.dtype
-        found.append(
-            Candidate(structure, limits(structure, sites, blocks, sizes, machine, base.dtype, stored, problem.memory))
-        )
+        key = structure.split, structure.accumulation
+        if key not in splits:
+            splits[key] = split_of(structure, sites, blocks, machine, base.dtype)
+        known = limits(structure, sites, blocks, sizes, splits[key], machine, base.dtype, stored, problem.memory)
+        found.append(Candidate(structure, known))
     if not found:
         raise InputError(
             f"batch: found {problem.batch} sequences on {problem.devices} devices; allowed: a multiple of the devices "
@@ -78,23 +81,25 @@ def explore(
     tell(f"{len(candidates)} structures, {len(fitting)} of them within the budget by their parameters")
     looked_at: list[Candidate] = []
     left: list[Candidate] = []
-    best, halfway = float("inf"), (time.monotonic() + until) / 2
+    best, now = float("inf"), time.monotonic()
+    halfway, last = now + 0.5 * (until - now), now + 0.6 * (until - now)
     for first in (True, False):  # the first that fits sets a mark; only what may beat it is worth a floor
         if not first:
             chosen = _with_floors(problem, [each for each in chosen if each.limits.seconds < best], pool, halfway, tell)
         for number, candidate in enumerate(chosen):
             if candidate.limits.seconds >= best or any(each.structure == candidate.structure for each in looked_at):
                 continue  # proven: no plan of it beats the best one
-            if not first and time.monotonic() > until:
+            if not first and time.monotonic() > last:
                 left.append(candidate)
                 continue
             tell(f"structure {number + 1} of {len(chosen)}: {candidate.structure.name}")
-            priced = priced_in(problem, candidate, _worth(candidate, looked_at), pool)
+            priced = priced_in(problem, candidate, FIRST, pool)
             if priced.frame is not None:
                 looked_at.append(priced)
                 best = min(best, priced.seconds)
             if first and (priced.mix or time.monotonic() > until):
                 break
+    looked_at.sort(key=lambda each: each.seconds)
     for number, candidate in enumerate(looked_at):  # in modes that were left out they may be faster
         if not candidate.complete and candidate.limits.seconds < best and time.monotonic() <= until:
             tell(f"{candidate.structure.name}: all modes")
@@ -114,8 +119,8 @@ def _with_floors(
     """
     probes: dict[tuple[int, int, str], Structure] = {}
     for each in sorted(candidates, key=lambda each: (each.structure.accumulation, _promise(each))):
-        probes.setdefault(_kind(each.structure), each.structure)
-    guesses = {kind: min(_promise(each) for each in candidates if _kind(each.structure) == kind) for kind in probes}
+        probes.setdefault(each.structure.split, each.structure)
+    guesses = {kind: min(_promise(each) for each in candidates if each.structure.split == kind) for kind in probes}
     tasks = {
         kind: pool.submit(_floor, (problem, probes[kind])) for kind in sorted(probes, key=lambda kind: guesses[kind])
     }
@@ -129,7 +134,7 @@ def _with_floors(
     found = []
     for each in candidates:
         known = each.limits
-        floor = floors.get(_kind(each.structure), known.seconds)
+        floor = floors.get(each.structure.split, known.seconds)
         if floor is not None:
             found.append(replace(each, limits=replace(known, seconds=max(floor, known.seconds))))
     return _by_kind(sorted(found, key=_promise))
@@ -139,32 +144,13 @@ def _by_kind(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The first of each kind in their order, then the others: the guess is surer within a kind than between kinds."""
     firsts: dict[tuple[int, int, str], Structure] = {}
     for each in candidates:
-        firsts.setdefault(_kind(each.structure), each.structure)
-    return sorted(candidates, key=lambda each: firsts[_kind(each.structure)] != each.structure)  # a stable sort
+        firsts.setdefault(each.structure.split, each.structure)
+    return sorted(candidates, key=lambda each: firsts[each.structure.split] != each.structure)  # a stable sort
 
 
 def _promise(candidate: Candidate) -> tuple[float, int]:
     """A likely time, and how little memory."""
     return candidate.limits.seconds + candidate.limits.beyond, candidate.limits.memory
-
-
-def _kind(structure: Structure) -> tuple[int, int, str]:
-    return structure.j, structure.l, structure.stream
-
-
-def _worth(candidate: Candidate, looked_at: Sequence[Candidate]) -> Sequence[Mode]:
-    """The modes to price: where blocks of that kind have been priced, those that were chosen then."""
-    alike = [
-        each
-        for each in looked_at
-        if _kind(each.structure) == _kind(candidate.structure) and each.mix and each.structure.tensor > 1
-    ]
-    if not alike:
-        return FIRST
-    best = min(alike, key=lambda each: each.seconds)
-    assert best.mix is not None
-    chosen = {mode for (a, b, _), count in zip(best.choices, best.mix.counts, strict=True) if count for mode in (a, b)}
-    return [mode for mode in MODES if mode in chosen or mode == Mode("async", "shard")]
 
 
 def leaner(

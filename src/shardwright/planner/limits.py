@@ -31,21 +31,19 @@ class Limits:
     beyond: float
 
 
-def limits(
-    structure: Structure,
-    sites: Sequence[Site],
-    blocks: int,
-    sizes: Mapping[str, int],
-    machine: Machine,
-    dtype: str,
-    stored: str,
-    budget: int,
-) -> Limits:
-    """The limits of a structure.
-
-    sites: of one micro-batch: the embedding, those of one block, the head. sizes: site → parameters of it that no
-    other site has. budget: bytes.
+@dataclass(frozen=True)
+class Split:
+    """What splitting features alone decides, in seconds of one micro-batch: products, what their axes move, each
+    axis's share of it. It is the same for all structures of one ``Structure.split``.
     """
+
+    products: float
+    features: float
+    busy: Mapping[str, float]
+
+
+def split_of(structure: Structure, sites: Sequence[Site], blocks: int, machine: Machine, dtype: str) -> Split:
+    """sites: of one micro-batch: the embedding, those of one block, the head."""
     mesh, element = structure.mesh, ITEMSIZE[dtype]
     place = dict.fromkeys(mesh, 0)
     here = Here(mesh, place)
@@ -66,10 +64,29 @@ def limits(
                 features += seconds
                 for axis in move.axes:
                     busy[axis] = busy.get(axis, 0.0) + seconds
-    products, features = products * structure.accumulation, features * structure.accumulation
+    return Split(products, features, busy)
+
+
+def limits(
+    structure: Structure,
+    sites: Sequence[Site],
+    blocks: int,
+    sizes: Mapping[str, int],
+    split: Split,
+    machine: Machine,
+    dtype: str,
+    stored: str,
+    budget: int,
+) -> Limits:
+    """The limits of a structure.
+
+    sites: as for ``split_of``. sizes: site → parameters of it that no other site has. budget: bytes.
+    """
+    element = ITEMSIZE[dtype]
+    products, features = split.products * structure.accumulation, split.features * structure.accumulation
     parameters = sum(sizes[site.name] * (blocks if site not in (sites[0], sites[-1]) else 1) for site in sites)
     tokens = _tokens(structure, parameters // structure.tensor * element, machine)
-    most = max([products, tokens, *(seconds * structure.accumulation for seconds in busy.values())])
+    most = max([products, tokens, *(seconds * structure.accumulation for seconds in split.busy.values())])
     memory = _memory(structure, sites, blocks, parameters, element, ITEMSIZE[stored])
     saved = blocks * _saved(structure, sites, element)
     recomputed = min(1.0, max(0.0, memory + saved - budget) / saved) if saved else 0.0

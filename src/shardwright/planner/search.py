@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
 from shardwright._errors import DoesNotFit
@@ -17,7 +18,7 @@ from shardwright._files import format_bytes
 from shardwright._plan import Plan
 from shardwright.planner.candidate import Candidate, priced_in, told
 from shardwright.planner.certify import Certificate, certify
-from shardwright.planner.compose import Composed, composed_of
+from shardwright.planner.compose import Composed, Known, composed_of
 from shardwright.planner.explore import Tell, candidates_of, explore, leaner, rehearsing
 from shardwright.planner.problem import Problem
 from shardwright.planner.solve import Mix
@@ -61,13 +62,13 @@ def search(
     Raises DoesNotFit where nothing fits, naming the least budget that works and what it gives up.
     """
     started = time.monotonic()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), rehearsing(workers) as pool:
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-        looked_at, left = _priced(problem, workers, started + seconds, tell)
+        looked_at, left = _priced(problem, pool, started + seconds, tell)
         failed: list[Candidate] = []
-        best, (mix, composed, plan) = _first_that_settles(problem, looked_at, failed, tell)
+        best, (mix, composed, plan) = _first_that_settles(problem, looked_at, failed, pool, tell)
         tell(f"{best.structure.name}: certifying")
-        certificate = certify(problem.config, plan, composed.expected())
+        certificate = certify(problem.config, plan, composed.expected(), pool)
     bound = min([mix.seconds, *(each.bound for each in looked_at), *(each.limits.seconds for each in left)])
     predicted = certificate.predicted()
     trace = max(certificate.traces.values(), key=lambda each: each.peak_bytes)
@@ -81,67 +82,66 @@ def search(
     return Found(problem, plan, best, mix, composed, certificate, told_of, tuple(left), bound, spent)
 
 
-def _priced(problem: Problem, workers: int | None, until: float, tell: Tell) -> tuple[list[Candidate], list[Candidate]]:
+def _priced(problem: Problem, pool: Executor, until: float, tell: Tell) -> tuple[list[Candidate], list[Candidate]]:
     """(candidates that were priced, fastest first, the fastest in all modes; those that were not)."""
     candidates = candidates_of(problem)
-    with rehearsing(workers) as pool:
-        looked_at, left = explore(problem, candidates, pool, until, tell)
-        fitting = [candidate for candidate in looked_at if candidate.mix]
-        if not fitting:
-            raise DoesNotFit(_least(problem, leaner(problem, candidates, looked_at, pool, until)))
-        best = min(fitting, key=lambda each: each.seconds)
-        tell(f"{best.structure.name}: all modes")
-        looked_at = [priced_in(problem, best, MODES, pool), *(each for each in looked_at if each is not best)]
+    looked_at, left = explore(problem, candidates, pool, until, tell)
+    fitting = [candidate for candidate in looked_at if candidate.mix]
+    if not fitting:
+        raise DoesNotFit(_least(problem, leaner(problem, candidates, looked_at, pool, until), pool))
+    best = min(fitting, key=lambda each: each.seconds)
+    tell(f"{best.structure.name}: all modes")
+    looked_at = [priced_in(problem, best, MODES, pool), *(each for each in looked_at if each is not best)]
     return sorted(looked_at, key=lambda each: each.seconds), left
 
 
 def _first_that_settles(
-    problem: Problem, looked_at: Sequence[Candidate], failed: list[Candidate], tell: Tell
+    problem: Problem, looked_at: Sequence[Candidate], failed: list[Candidate], pool: Executor, tell: Tell
 ) -> tuple[Candidate, tuple[Mix, Composed, Plan]]:
     """The fastest candidate whose plan is within the budget to the byte; ``failed`` takes those that were faster."""
     for candidate in looked_at:
         if candidate.mix is None:
             break
         tell(f"{candidate.structure.name}: composing")
-        settled = _settle(problem, candidate)
+        settled = _settle(problem, candidate, pool)
         if settled is not None:
             return candidate, settled
         failed.append(candidate)
-    raise DoesNotFit(_least(problem, looked_at))
+    raise DoesNotFit(_least(problem, looked_at, pool))
 
 
-def _settle(problem: Problem, candidate: Candidate) -> tuple[Mix, Composed, Plan] | None:
+def _settle(problem: Problem, candidate: Candidate, pool: Executor) -> tuple[Mix, Composed, Plan] | None:
     """The fastest mix whose composed peak is within the budget, to the byte; None where none is found.
 
     Prices of blocks miss a few bytes of what a rank holds where two runs of blocks meet; the leanest mix is tried last.
     """
-    budget = problem.memory
+    budget, known = problem.memory, Known()
     for _ in range(ATTEMPTS):
         mix = candidate.within(budget)
         if mix is None:
             break
-        composed, plan = _composed(problem, candidate, mix)
+        composed, plan = _composed(problem, candidate, mix, pool, known)
         if composed.peak <= problem.memory:
             return mix, composed, plan
         budget -= composed.peak - problem.memory
     assert candidate.lean is not None
-    composed, plan = _composed(problem, candidate, candidate.lean)
+    composed, plan = _composed(problem, candidate, candidate.lean, pool, known)
     return (candidate.lean, composed, plan) if composed.peak <= problem.memory else None
 
 
-def _composed(problem: Problem, candidate: Candidate, mix: Mix) -> tuple[Composed, Plan]:
+def _composed(problem: Problem, candidate: Candidate, mix: Mix, pool: Executor, known: Known) -> tuple[Composed, Plan]:
     plan = problem.plan(candidate.structure, candidate.blocks(mix))
-    return composed_of(problem.config, plan), plan
+    return composed_of(problem.config, plan, pool, known), plan
 
 
-def _least(problem: Problem, looked_at: Sequence[Candidate]) -> str:
+def _least(problem: Problem, looked_at: Sequence[Candidate], pool: Executor) -> str:
     """The line that says what would fit, to the byte."""
     found = f"memory: found {format_bytes(problem.memory)} ({problem.memory:,} bytes) a device; allowed: "
     known = [(each.lean, each) for each in looked_at if each.lean]
     if not known:
         return f"{found}more, or more devices"
     mix, candidate = min(known, key=lambda pair: pair[0].peak)
-    least = max(mix.peak, _composed(problem, candidate, mix)[0].peak)
+    least = max(mix.peak, _composed(problem, candidate, mix, pool, Known())[0].peak)
     return (
         f"{found}{format_bytes(least)} ({least:,} bytes) at least, with {candidate.structure.name}, "
         f"{told(candidate, mix)}, a step of {mix.seconds * 1e3:.4g} ms"

@@ -19,6 +19,7 @@ is what a block (or its attention, or its MLP) may choose by itself.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -89,6 +90,11 @@ class Structure:
     def tensor(self) -> int:
         """Ranks that split features."""
         return self.j * self.l
+
+    @property
+    def split(self) -> tuple[int, int, str]:
+        """How features are split: j, l, and what the residual stream does over them."""
+        return self.j, self.l, self.stream
 
     @property
     def name(self) -> str:
@@ -173,9 +179,11 @@ def _storage(ranks: int) -> list[int]:
 
 
 def _allowed(structure: Structure, family: Family, config: Any, tokens: int) -> bool:
-    """Whether heads divide and edges join."""
+    """Whether heads divide and edges join. Blocks have sites of the same sizes, so two of them tell."""
     mesh = structure.mesh
-    sites = family.sites(config, tokens)
+    few = copy.copy(config)
+    few.num_hidden_layers = min(2, config.num_hidden_layers)
+    sites = family.sites(few, tokens)
     layouts = {site.name: structure.layout(site, MODES[0]) for site in sites}
     try:
         for site in sites:

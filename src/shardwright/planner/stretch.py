@@ -112,7 +112,7 @@ def runs(found: Sequence[Hashable]) -> list[Run]:
 
 
 def shortened(run: Run, radius: int, units: int = 2) -> Run:
-    """The run with so many units in the middle and ``radius`` blocks (and what does not divide) around them, if shorter.
+    """The run with ``units`` units in its middle and ``radius`` blocks (and what does not divide) around, if shorter.
 
     Two units can be compared.
     """
@@ -136,8 +136,13 @@ def rehearse_few(
     family: Family, config: Any, plan: Plan, rank: int, steps: int | Sequence[int], short: Sequence[Run]
 ) -> Trace:
     """The rehearsal of the blocks only that these runs keep; steps as ``rehearse`` takes them."""
+    return rehearse(*few_blocks(family, config, plan, short), rank, steps)
+
+
+def few_blocks(family: Family, config: Any, plan: Plan, short: Sequence[Run]) -> tuple[Any, Plan]:
+    """The config and the plan of the model that has only the blocks that these runs keep."""
     blocks = [block for run in short for block in run.blocks]
-    return rehearse(_config_of(config, blocks), _plan_of(family, config, plan, blocks), rank, steps)
+    return _config_of(config, blocks), _plan_of(family, config, plan, blocks)
 
 
 def _config_of(config: Any, blocks: Sequence[int]) -> Any:

@@ -14,8 +14,8 @@ Under way together are all pieces of a gather that does not go round a ring, two
 send is the first of c10d's operators after the event that no collective logged later claims (a sum round a ring is
 logged before its first share is formed); without one it is the event itself.
 
-Collectives of several axes that run at once on one kind of link (within a host, or between hosts) share it equally: each
-takes as many times as long. Where a collective was measured beside products, it and compute are both slower by the
+Collectives of several axes that run at once on one kind of link (within a host, or between hosts) share it equally:
+each takes as many times as long. Where a collective was measured beside products, it and compute are both slower by the
 factor ``beside`` for as long as both run; while compute stands the collective is not.
 What is never waited for is there at the end. Overlap of the host with devices and allocator stalls are no part of this.
 """
