@@ -22,7 +22,7 @@ SLOW = re.compile(
     r"|test_every_family_trains.*\[(qwen2|mistral)"
     r"|test_a21_one_sequence.*\[grid-reduce|test_mixed_designs.*\[layouts[17]-"
     r"|test_every_structure_priced|test_e2_the_composed.*\[(2[5-9]|[34]\d)\]"
-    r"|test_8b\.py|test_property\.py::test_random_products"
+    r"|test_from_profile_to_measured_peaks|test_8b\.py|test_property\.py::test_random_products"
 )
 """What repeats quicker tests on more ranks, larger models, or by chance: ``--slow`` (make test-all)."""
 

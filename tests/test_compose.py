@@ -12,9 +12,10 @@ import tiny
 from shardwright import models
 from shardwright._plan import Plan
 from shardwright.models import family_of
+from shardwright.planner import compose
 from shardwright.planner.certify import largest
 from shardwright.planner.classes import rank_classes
-from shardwright.planner.compose import composed_of
+from shardwright.planner.compose import Known, composed_of
 from shardwright.planner.problem import Choice, plan_of
 from shardwright.planner.space import MODES, Structure, structures
 
@@ -102,6 +103,24 @@ def test_e2_the_composed_prediction_is_the_full_rehearsal(number):
     assert composed.phase_peaks == largest(trace.phase_peaks for trace in traces)
     assert composed.saved == max(trace.saved_bytes for trace in traces)
     assert composed.sent == max(trace.sent_bytes for trace in traces)
+
+
+def test_mixes_that_differ_in_their_counts_share_a_rehearsal(monkeypatch):
+    path = tiny.config_path(**SIZES, num_hidden_layers=14)
+    config, rules = models.load_config(path), family_of(models.load_config(path))
+    structure = Structure(1, 2, 2, 1, "split", "parameters", False, 1)
+    base, sites = tiny.plan_of({"data": 1}, "replicate", path, batch=4, sequence=8), rules.sites(config, 4 * 8)
+
+    def plan_with(recomputed: int):
+        mode = MODES[4]
+        chosen = [(mode, mode, "block")] * recomputed + [(mode, mode, "none")] * (14 - recomputed)
+        return plan_of(structure, base, rules, sites, chosen)
+
+    alone = composed_of(config, plan_with(8))
+    known: Known = {}
+    first = composed_of(config, plan_with(6), known=known)
+    monkeypatch.setattr(compose, "rehearse_few", lambda *_: pytest.fail("rehearsed again"))
+    assert composed_of(config, plan_with(8), known=known) == alone != first
 
 
 @pytest.mark.parametrize("recomputed", range(7))

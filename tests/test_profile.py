@@ -166,6 +166,27 @@ def test_the_slowest_rank_counts_and_all_are_told():
     assert first == second and 0.02 <= first < 0.2
 
 
+def behind_slow_barriers():
+    import time
+
+    barrier = dist.barrier
+
+    def late() -> None:
+        barrier()
+        time.sleep(0.1)
+
+    dist.barrier = late
+    try:
+        return Stopwatch(torch.device("cpu"), 3).seconds(lambda: time.sleep(0.005))
+    finally:
+        dist.barrier = barrier
+
+
+def test_a_barrier_is_not_part_of_what_is_timed():
+    first, second = on_ranks(2, behind_slow_barriers)
+    assert first == second and 0.005 <= first < 0.02
+
+
 def test_products_are_those_of_the_grid_within_the_limit():
     assert list(products.shapes((2, 4), 16)) == [(2, 2, 2), (2, 2, 4), (2, 4, 2), (4, 2, 2)]
     x = products.multiplication(3, 5, 7, "bfloat16", torch.device("cpu"))()

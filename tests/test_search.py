@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import shardwright as sw
 import tiny
 from planned import SIZES, Here, cluster, problem, quick, searched  # noqa: F401 (a fixture)
-from shardwright._errors import DoesNotFit
+from shardwright._errors import DoesNotFit, InputError
 from shardwright.mesh import ranks_along
 from shardwright.planner.candidate import Candidate, priced_in
 from shardwright.planner.explore import FIRST, candidates_of
@@ -44,6 +45,15 @@ def test_e2_the_plan_is_certified():
     assert found.left == ()
     assert found.plan.gap == 0
     assert found.mix.seconds == pytest.approx(found.plan.predicted.time, rel=1e-9), "all of its blocks are alike"
+
+
+def test_a_level_that_is_asked_for_is_the_only_one_looked_at():
+    found = searched(dataclasses.replace(problem(cluster()), level="parameters"))
+    sound(found)
+    assert {each.structure.level for each in (*found.looked_at, *found.left)} == {"parameters"}
+    assert {stored.level for stored in found.plan.params.values()} == {"parameters"}
+    with pytest.raises(InputError, match="level: found 'zero9'; allowed: replicate, optimizer"):
+        sw.plan(found.plan.config_path, cluster(), batch=4, sequence=8, level="zero9")
 
 
 def test_every_structure_priced_none_is_faster_and_limits_are_limits():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from shardwright.planner import stretch
 from shardwright.planner.repeat import Repeat, repeated
 from shardwright.planner.segments import NotPeriodic
 from shardwright.planner.stretch import rehearse_stretched, runs
-from shardwright.trace import Op, Trace
+from shardwright.trace import Collective, Op, Trace, Wait
 from test_families import FAMILIES
 
 SHARDED = {"*": {"level": "parameters"}}
@@ -132,3 +133,31 @@ def test_no_copies_change_nothing():
 )
 def test_runs_are_as_long_as_can_be(kinds, expected):
     assert [(run.start, run.length, run.period) for run in runs(kinds)] == expected
+
+
+# -- what a rehearsal can be asked for ---------------------------------------------------------------------------------
+
+
+def test_a_step_may_have_fewer_micro_batches_than_the_plan():
+    """The second step is then the one that follows steps of the plan."""
+    path, plan = case(accumulation=3, params=SHARDED)
+    short, whole = rehearse(path, plan, steps=(1, 3)), rehearse(path, plan)
+
+    def of_step(trace: Trace, step: int) -> list:
+        return [event for event in trace.events if event.step == step and isinstance(event, (Op, Collective, Wait))]
+
+    assert of_step(short, 2) == of_step(whole, 2)
+    losses = [event.phase == "loss" for event in of_step(short, 1)]
+    assert sum(now and not before for before, now in itertools.pairwise(losses)) == 1
+    assert short.peak_bytes == whole.peak_bytes
+
+
+def test_on_nccl_a_gathered_input_is_multiplied_as_one():
+    """It arrives as one there; on gloo each rank's part is multiplied when it has come."""
+
+    def products(overlap: str, backend: str) -> int:
+        path, plan = case(overlap=overlap, backend=backend)
+        trace = rehearse(path, plan, steps=1)
+        return sum(isinstance(event, Op) and event.name.startswith("aten.mm.") for event in trace.events)
+
+    assert products("async", "nccl") < products("async", "gloo")
