@@ -40,7 +40,7 @@ WANTED_BATCH = 8
 
 DTYPE = "float32"
 
-SEARCH_SECONDS = 10.0
+SEARCH_SECONDS = 20.0
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ step is the short one's plus the number of copies times a difference that the sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright._plan import Plan
-from shardwright.models import family_of
+from shardwright.models import Family, family_of
 from shardwright.planner.classes import rank_classes
 from shardwright.planner.pieces import Piece, cut
-from shardwright.planner.stretch import Run, few_blocks, kinds, rehearse_few, runs, shortened
+from shardwright.planner.stretch import Run, kinds, rehearse_few, runs, shortened
 from shardwright.trace import PHASES, Trace
 
 
@@ -134,8 +134,8 @@ class Short:
     units: tuple[Unit, ...]
 
 
-Known = dict[tuple[int, str], Short]
-"""(rank, plan of the few blocks) → what was rehearsed. Plans that differ in how long their runs are share it."""
+Known = dict[Hashable, Short]
+"""Rank, few blocks and what is around them → what was rehearsed, for all plans that differ in how long runs are."""
 
 
 def composed_of(config: Any, plan: Plan, pool: Executor | None = None, known: Known | None = None) -> Composed:
@@ -146,7 +146,7 @@ def composed_of(config: Any, plan: Plan, pool: Executor | None = None, known: Kn
     """
     family, known = family_of(config), {} if known is None else known
     short = [shortened(run, max(1, plan.in_flight - 1)) for run in runs(kinds(family, config, plan))]
-    few = few_blocks(family, config, plan, short)[1].model_dump_json()
+    few = _few(family, config, plan, short)
     keys = [(ranks.representative, few) for ranks in rank_classes(config, plan)]
     new = [(config, plan, rank, short) for rank, _ in keys if (rank, few) not in known]
     for task, rehearsed in zip(new, (pool.map if pool is not None else map)(_rehearsed, new), strict=True):
@@ -159,6 +159,14 @@ def composed_of(config: Any, plan: Plan, pool: Executor | None = None, known: Kn
         max(each.saved for each in found),
         max(each.sent for each in found),
     )
+
+
+def _few(family: Family, config: Any, plan: Plan, short: Sequence[Run]) -> Hashable:
+    """What a rehearsal of these runs depends on: the blocks that they keep, the sites around, all else stated."""
+    every, sites = kinds(family, config, plan), family.sites(config, plan.batch * plan.sequence)
+    blocks = tuple(every[block] for run in short for block in run.blocks)
+    around = tuple(plan.layout_for(site) for site in (sites[0], sites[-1]))
+    return blocks, around, plan.model_dump_json(exclude={"layouts", "recompute"})
 
 
 def _rehearsed(task: tuple[Any, Plan, int, Sequence[Run]]) -> Short:

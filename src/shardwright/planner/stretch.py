@@ -136,13 +136,8 @@ def rehearse_few(
     family: Family, config: Any, plan: Plan, rank: int, steps: int | Sequence[int], short: Sequence[Run]
 ) -> Trace:
     """The rehearsal of the blocks only that these runs keep; steps as ``rehearse`` takes them."""
-    return rehearse(*few_blocks(family, config, plan, short), rank, steps)
-
-
-def few_blocks(family: Family, config: Any, plan: Plan, short: Sequence[Run]) -> tuple[Any, Plan]:
-    """The config and the plan of the model that has only the blocks that these runs keep."""
     blocks = [block for run in short for block in run.blocks]
-    return _config_of(config, blocks), _plan_of(family, config, plan, blocks)
+    return rehearse(_config_of(config, blocks), _plan_of(family, config, plan, blocks), rank, steps)
 
 
 def _config_of(config: Any, blocks: Sequence[int]) -> Any:
