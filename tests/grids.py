@@ -14,6 +14,22 @@ from shardwright.site import Site
 
 KINDS = ("column", "row")
 DESIGNS = ("grid-scatter", "grid-reduce")
+GRIDS = [
+    {"i": 2, "j": 2, "l": 2},
+    {"i": 2, "j": 1, "l": 4},
+    {"i": 2, "j": 3, "l": 1},
+    {"i": 1, "j": 2, "l": 2},
+]
+EVEN, UNEVEN = (48, 72, 24), (21, 13, 17)
+"""(m, k, n) of products."""
+
+
+def world(axes):
+    return torch.Size(axes.values()).numel()
+
+
+def named(axes):
+    return "x".join(str(size) for size in axes.values())
 
 
 def layout_of(name: str, kind: str, **changes) -> sw.GridLayout:

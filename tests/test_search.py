@@ -117,6 +117,28 @@ def test_e3_what_does_not_fit_names_the_least_that_does():
         searched(problem(cluster(), memory=least - 1))
 
 
+def test_without_time_it_is_not_said_that_nothing_fits():
+    """What was not looked at is told, and the leanest by its limits is looked at whatever the time."""
+    with pytest.raises(DoesNotFit) as patient:
+        searched(problem(cluster(), memory=1000))
+    with pytest.raises(DoesNotFit) as hasty:
+        search(problem(cluster(), memory=1000), seconds=0)
+    assert str(hasty.value) == str(patient.value) or "more structures, which may need less, were not" in str(
+        hasty.value
+    )
+    asked = problem(cluster(), memory=64 * 2**20)
+    leanest = min(candidates_of(asked), key=lambda each: each.limits.memory)
+    lean = priced_in(asked, leanest, MODES, Here()).lean
+    assert lean is not None
+    sound(search(dataclasses.replace(asked, memory=lean.peak + 2**16), seconds=0))
+
+
+def test_a_level_that_needs_more_ranks_is_refused_in_one_line():
+    asked = dataclasses.replace(problem(cluster()), devices=1, level="parameters")
+    with pytest.raises(InputError, match="level: found 'parameters'; allowed: replicate, where no ranks of the 1"):
+        candidates_of(asked)
+
+
 def priced(mesh: dict[str, int]) -> Candidate:
     """The structure on this mesh that splits tokens, parameters whole, priced in every mode."""
     asked = problem(cluster(within=1e8, between=1e8))

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import nn
 
 import dense
+import nets
 import shardwright as sw
-import test_sharding
 import tiny
+from nets import CASES, FEW, LEVELS, counts, gradients_match, record_steps
 from ranks import on_ranks
 from reference import assert_same
 from shardwright._rehearse import rehearse
 from shardwright.comm import exchange
 from shardwright.params.stored import StoredParameter
-from test_sharding import CASES, FEW, LEVELS, counts, gradients_match, record_steps
 
 CAP = 2**13
 BUCKETED = {f"{name}, bucket": words | {"bucket": CAP} for name, words in LEVELS.items()}
@@ -25,12 +25,12 @@ BUCKETED = {f"{name}, bucket": words | {"bucket": CAP} for name, words in LEVELS
 
 def bucketed(axes, names, poison):
     """As ``gradients_match``, with a bucket at every level."""
-    test_sharding.LEVELS.update(BUCKETED)
+    nets.LEVELS.update(BUCKETED)
     try:
         return gradients_match(axes, names, tuple(BUCKETED), poison)
     finally:
         for name in BUCKETED:
-            del test_sharding.LEVELS[name]
+            del nets.LEVELS[name]
 
 
 def test_gradients_through_buckets_equal_dense():
@@ -99,7 +99,7 @@ def test_c3_no_byte_outside_of_backward_and_c4_within_the_cap():
         for level in ("replicate", "parameters"):
             for trace, _, _ in on_ranks(world, run_normed, level, 8, 48, 2**11):
                 assert all(point.categories["bucket"] == 0 for point in trace.points)
-                most = test_sharding.most(trace, ("bucket",), 2)
+                most = nets.most(trace, ("bucket",), 2)
                 assert (0 < most <= 2**11 * (world + 1) // world) if world > 1 else most == 0
 
 
@@ -174,19 +174,19 @@ def aborted():
     """The largest error of gradients after a backward that an exception ended, with a bucket half full."""
     case = CASES["root kept"]
     rank = dist.get_rank()
-    model = sw.shard(test_sharding.make(case), dense.mesh_of(data=2), units=case.units, bucket=CAP)
-    losses = test_sharding.Losses(model, case)
-    hook = model.blocks[0].register_full_backward_pre_hook(test_sharding.fail)
+    model = sw.shard(nets.make(case), dense.mesh_of(data=2), units=case.units, bucket=CAP)
+    losses = nets.Losses(model, case)
+    hook = model.blocks[0].register_full_backward_pre_hook(nets.fail)
     try:
-        losses(test_sharding.batches_of(case, rank, 1, torch.float64)).backward()
+        losses(nets.batches_of(case, rank, 1, torch.float64)).backward()
     except Exception:
         pass
     else:
         raise AssertionError("nothing was raised")
     hook.remove()
     model.zero_grad()
-    losses(test_sharding.batches_of(case, rank, 0, torch.float64)).backward()
-    worst = test_sharding.worst(model, test_sharding.dense_gradients(case, 2, 0))
+    losses(nets.batches_of(case, rank, 0, torch.float64)).backward()
+    worst = nets.worst(model, nets.dense_gradients(case, 2, 0))
     return max(worst.values()), sw.Runtime.of(dense.mesh_of(data=2)).arena.held
 
 

@@ -40,8 +40,6 @@ WANTED_BATCH = 8
 
 DTYPE = "float32"
 
-SEARCH_SECONDS = 20.0
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -115,7 +113,7 @@ def _demo(wanted: Wanted, json_path: Path | None, work: Path, console: Console) 
     problem = _problem(config, cluster, wanted)
     with console.status("planning") as status:
         tell = _progress(console, status)
-        found = search(problem, SEARCH_SECONDS, tell=tell)
+        found = search(problem, tell=tell)
         rehearsed = []
         for rank in range(wanted.ranks):
             tell(f"rehearsing rank {rank} of the plan")

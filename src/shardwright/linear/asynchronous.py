@@ -11,6 +11,7 @@
 |                          | reduce-scatter beside the product of the next (strips.py)                           |
 | both, backward           | issue all-gathers dY and X · dX as dY arrives · the rest as column                  |
 
+On nccl a gather is one launch, so nothing is multiplied before all of it is there, and then as one.
 "Both" gathers X and scatters Y; its lines also serve a site that does only the latter but cannot be a row (X is whole
 on some axes, Y is all-reduced too, or sums are fp32). Where it keeps X gathered, Y and dY travel blocking.
 
@@ -107,13 +108,15 @@ def reduced(work: Forward) -> list[torch.Tensor]:
     product, x, arrivals = work.product, work.x, None
     if product.streams:
         return reduced_products(work, product.layout.chunks or 1, MODE)
-    own, others = [], blocking.cut(product, work.rows)
+    own: list[Piece] = []
+    others = blocking.cut(product, work.rows)
     if product.gather_x.size > 1:
         x = blocking.lease_x(product, work.x, work.rows, work.width)
         arrivals = Gathering(work.x, x, product.gather_x, product.name, MODE)
-        turns = cut(product, work.rows)
-        own = [piece for piece in turns if len(turns) > 1 and piece.peer == product.gather_x.index]
-        others = [piece for piece in turns if piece not in own]
+        others = cut(product, work.rows)
+        if len(others) > 1:  # a single piece is of all ranks
+            own = [piece for piece in others if piece.peer == product.gather_x.index]
+            others = [piece for piece in others if piece.peer != product.gather_x.index]
     y = Strips(work, MODE)
     for piece in own:
         for strip in y.strips:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,15 @@ def load_config(path: str | Path) -> Any:
     except Exception as error:  # whatever a config class finds wrong with its fields, in one line
         raise InputError(f"{path}: found {' '.join(str(error).split())}; allowed: a Hugging Face config") from None
     return config
+
+
+def of_blocks(config: Any, blocks: Sequence[int]) -> Any:
+    """The config of the model that has only these of its blocks."""
+    few = copy.deepcopy(config)
+    few.num_hidden_layers = len(blocks)
+    if getattr(config, "layer_types", None):
+        few.layer_types = [config.layer_types[block] for block in blocks]
+    return few
 
 
 def build_meta(config: Any, dtype: str = "float32") -> Any:

@@ -98,11 +98,9 @@ def certify(
     classes = rank_classes(config, plan)
     plan = plan.evolve(arena=None)  # the rehearsals tell what it must be
     ranks = [each.representative for each in classes]
-    if pool is None or len(ranks) == 1:
-        traces = {rank: rehearse_stretched(config, plan, rank) for rank in ranks}
-    else:
-        rehearsed = pool.map(rehearse_stretched, [config] * len(ranks), [plan] * len(ranks), ranks)
-        traces = dict(zip(ranks, rehearsed, strict=True))
+    side_by_side = pool.map if pool is not None and len(ranks) > 1 else map
+    rehearsed = side_by_side(rehearse_stretched, [config] * len(ranks), [plan] * len(ranks), ranks)
+    traces = dict(zip(ranks, rehearsed, strict=True))
     agree_by_class(traces, classes, plan.mesh)
     figures = tuple(_figures(each, traces[each.representative]) for each in classes)
     certificate = Certificate(figures, slots(traces.values()), traces)

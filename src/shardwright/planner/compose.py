@@ -135,7 +135,7 @@ class Short:
 
 
 Known = dict[Hashable, Short]
-"""Rank, few blocks and what is around them → what was rehearsed, for all plans that differ in how long runs are."""
+"""(rank, what its rehearsal depends on) → what was rehearsed, for all plans that differ only in how long runs are."""
 
 
 def composed_of(config: Any, plan: Plan, pool: Executor | None = None, known: Known | None = None) -> Composed:
@@ -162,11 +162,12 @@ def composed_of(config: Any, plan: Plan, pool: Executor | None = None, known: Kn
 
 
 def _few(family: Family, config: Any, plan: Plan, short: Sequence[Run]) -> Hashable:
-    """What a rehearsal of these runs depends on: the blocks that they keep, the sites around, all else stated."""
+    """What the rehearsal of these runs, and their units in it, depend on: blocks, sites around, all else stated."""
     every, sites = kinds(family, config, plan), family.sites(config, plan.batch * plan.sequence)
     blocks = tuple(every[block] for run in short for block in run.blocks)
+    places = tuple((run.kept, run.radius, run.period) for run in short)
     around = tuple(plan.layout_for(site) for site in (sites[0], sites[-1]))
-    return blocks, around, plan.model_dump_json(exclude={"layouts", "recompute"})
+    return blocks, places, around, plan.model_dump_json(exclude={"layouts", "recompute"})
 
 
 def _rehearsed(task: tuple[Any, Plan, int, Sequence[Run]]) -> Short:

@@ -56,11 +56,14 @@ def candidates_of(problem: Problem) -> list[Candidate]:
             splits[key] = split_of(structure, sites, blocks, machine, base.dtype)
         known = limits(structure, sites, blocks, sizes, splits[key], machine, base.dtype, stored, problem.memory)
         found.append(Candidate(structure, known))
+    if not found and problem.level is not None and any(replace(problem, level=None).structures()):
+        raise InputError(
+            f"level: found {problem.level!r}; allowed: replicate, where no ranks of the {problem.devices} split tokens"
+        )
     if not found:
         raise InputError(
             f"batch: found {problem.batch} sequences on {problem.devices} devices; allowed: a multiple of the devices "
             "that are left when features are split as the heads allow"
-            + (f", with more than one of them for level {problem.level}" if problem.level else "")
         )
     return sorted(found, key=_promise)
 
@@ -155,16 +158,27 @@ def _promise(candidate: Candidate) -> tuple[float, int]:
 
 def leaner(
     problem: Problem, candidates: Sequence[Candidate], looked_at: Sequence[Candidate], pool: Executor, until: float
-) -> list[Candidate]:
-    """Where nothing fits: those that were priced, and any other that may need less than the leanest of them."""
-    found = list(looked_at)
-    for candidate in sorted(candidates, key=lambda each: each.limits.memory):
-        least = min((each.lean.peak for each in found if each.lean), default=2**63)
-        if candidate.limits.memory >= least or time.monotonic() > until:
+) -> tuple[list[Candidate], int]:
+    """Where nothing fits yet: those that were priced, now with any that may need less than the leanest, in all modes.
+
+    The one with the lowest limit is priced whatever the time; of others the number is told for which there was none.
+    """
+    found = {each.structure: each for each in looked_at}
+    unseen = 0
+    for number, candidate in enumerate(sorted(candidates, key=lambda each: each.limits.memory)):
+        known = found.get(candidate.structure, candidate)
+        least = min((each.lean.peak for each in found.values() if each.lean), default=2**63)
+        if candidate.limits.memory >= least:
             break
-        if all(each.structure != candidate.structure for each in found):
-            found.append(priced_in(problem, candidate, FIRST, pool))
-    return found
+        if known.complete:
+            continue
+        if number and time.monotonic() > until:
+            unseen += 1
+            continue
+        priced = priced_in(problem, known, MODES, pool)
+        if priced.frame is not None:
+            found[candidate.structure] = priced
+    return list(found.values()), unseen
 
 
 def _floor(task: tuple[Problem, Structure]) -> float | None:

@@ -66,7 +66,10 @@ def search(
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         looked_at, left = _priced(problem, pool, started + seconds, tell)
         failed: list[Candidate] = []
-        best, (mix, composed, plan) = _first_that_settles(problem, looked_at, failed, pool, tell)
+        settled = _first_that_settles(problem, looked_at, failed, pool, tell)
+        if settled is None:
+            raise DoesNotFit(_least(problem, looked_at, len(left), pool))
+        best, (mix, composed, plan) = settled
         tell(f"{best.structure.name}: certifying")
         certificate = certify(problem.config, plan, composed.expected(), pool)
     bound = min([mix.seconds, *(each.bound for each in looked_at), *(each.limits.seconds for each in left)])
@@ -86,9 +89,13 @@ def _priced(problem: Problem, pool: Executor, until: float, tell: Tell) -> tuple
     """(candidates that were priced, fastest first, the fastest in all modes; those that were not)."""
     candidates = candidates_of(problem)
     looked_at, left = explore(problem, candidates, pool, until, tell)
+    if not any(candidate.mix for candidate in looked_at):
+        looked_at, unseen = leaner(problem, candidates, looked_at, pool, until)
+        seen = {each.structure for each in looked_at}
+        left = [each for each in left if each.structure not in seen]
+        if not any(candidate.mix for candidate in looked_at):
+            raise DoesNotFit(_least(problem, looked_at, unseen, pool))
     fitting = [candidate for candidate in looked_at if candidate.mix]
-    if not fitting:
-        raise DoesNotFit(_least(problem, leaner(problem, candidates, looked_at, pool, until), pool))
     best = min(fitting, key=lambda each: each.seconds)
     tell(f"{best.structure.name}: all modes")
     looked_at = [priced_in(problem, best, MODES, pool), *(each for each in looked_at if each is not best)]
@@ -97,7 +104,7 @@ def _priced(problem: Problem, pool: Executor, until: float, tell: Tell) -> tuple
 
 def _first_that_settles(
     problem: Problem, looked_at: Sequence[Candidate], failed: list[Candidate], pool: Executor, tell: Tell
-) -> tuple[Candidate, tuple[Mix, Composed, Plan]]:
+) -> tuple[Candidate, tuple[Mix, Composed, Plan]] | None:
     """The fastest candidate whose plan is within the budget to the byte; ``failed`` takes those that were faster."""
     for candidate in looked_at:
         if candidate.mix is None:
@@ -107,7 +114,7 @@ def _first_that_settles(
         if settled is not None:
             return candidate, settled
         failed.append(candidate)
-    raise DoesNotFit(_least(problem, looked_at, pool))
+    return None
 
 
 def _settle(problem: Problem, candidate: Candidate, pool: Executor) -> tuple[Mix, Composed, Plan] | None:
@@ -134,8 +141,8 @@ def _composed(problem: Problem, candidate: Candidate, mix: Mix, pool: Executor, 
     return composed_of(problem.config, plan, pool, known), plan
 
 
-def _least(problem: Problem, looked_at: Sequence[Candidate], pool: Executor) -> str:
-    """The line that says what would fit, to the byte."""
+def _least(problem: Problem, looked_at: Sequence[Candidate], unseen: int, pool: Executor) -> str:
+    """The line that says what would fit, to the byte; unseen: structures that may need less, for want of time."""
     found = f"memory: found {format_bytes(problem.memory)} ({problem.memory:,} bytes) a device; allowed: "
     known = [(each.lean, each) for each in looked_at if each.lean]
     if not known:
@@ -145,4 +152,5 @@ def _least(problem: Problem, looked_at: Sequence[Candidate], pool: Executor) -> 
     return (
         f"{found}{format_bytes(least)} ({least:,} bytes) at least, with {candidate.structure.name}, "
         f"{told(candidate, mix)}, a step of {mix.seconds * 1e3:.4g} ms"
+        + (f" ({unseen} more structures, which may need less, were not looked at: there was no time)" if unseen else "")
     )

@@ -19,7 +19,6 @@ is what a block (or its attention, or its MLP) may choose by itself.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from typing import Any
 from shardwright._errors import InputError
 from shardwright.edge import edges
 from shardwright.layout import GridLayout
-from shardwright.models import Family
+from shardwright.models import Family, of_blocks
 from shardwright.site import Site, check_divides, check_heads
 
 WIDEST_TENSOR = 32
@@ -181,9 +180,7 @@ def _storage(ranks: int) -> list[int]:
 def _allowed(structure: Structure, family: Family, config: Any, tokens: int) -> bool:
     """Whether heads divide and edges join. Blocks have sites of the same sizes, so two of them tell."""
     mesh = structure.mesh
-    few = copy.copy(config)
-    few.num_hidden_layers = min(2, config.num_hidden_layers)
-    sites = family.sites(few, tokens)
+    sites = family.sites(of_blocks(config, range(min(2, config.num_hidden_layers))), tokens)
     layouts = {site.name: structure.layout(site, MODES[0]) for site in sites}
     try:
         for site in sites:

@@ -5,7 +5,6 @@ What comes out is the trace of the whole model, event by event.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -137,16 +136,7 @@ def rehearse_few(
 ) -> Trace:
     """The rehearsal of the blocks only that these runs keep; steps as ``rehearse`` takes them."""
     blocks = [block for run in short for block in run.blocks]
-    return rehearse(_config_of(config, blocks), _plan_of(family, config, plan, blocks), rank, steps)
-
-
-def _config_of(config: Any, blocks: Sequence[int]) -> Any:
-    """The model of these blocks only."""
-    few = copy.deepcopy(config)
-    few.num_hidden_layers = len(blocks)
-    if getattr(config, "layer_types", None):
-        few.layer_types = [config.layer_types[block] for block in blocks]
-    return few
+    return rehearse(models.of_blocks(config, blocks), _plan_of(family, config, plan, blocks), rank, steps)
 
 
 def _plan_of(family: Family, config: Any, plan: Plan, blocks: Sequence[int]) -> Plan:

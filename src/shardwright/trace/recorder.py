@@ -27,12 +27,6 @@ _BOOKKEEPING = ("prim", "profiler")  # questions about fake tensors, and labels 
 _DEVICE = torch.ops.prim.device.default
 """C++ asks a fake tensor for its device more often than it does anything else."""
 
-_INTO = {torch.ops.aten.mm.out, torch.ops.aten.addmm.out}
-_IN_PLACE = {
-    torch.ops.aten.addmm_.default, torch.ops.aten.add_.Tensor, torch.ops.aten.mul_.Tensor, torch.ops.aten.copy_.default
-}  # fmt: skip
-"""What writes into a tensor that is there, and so does nothing to a fake one. These are the frequent ones."""
-
 _RANK_OF = {category: rank for rank, category in enumerate(CATEGORIES)}
 
 
@@ -285,10 +279,6 @@ class Recorder(TorchDispatchMode):
             shapes.append(tuple(tensor.shape))
             self._own(tensor, "input", module, "")
         self.events.append(Op(self.step, self.phase, module, name, tuple(shapes)))
-        if self._fake and func in _IN_PLACE:
-            return args[0]
-        if self._fake and func in _INTO:
-            return kwargs["out"]
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
             self._own(tensor, "temporary", module, name)
