@@ -17,7 +17,7 @@ from shardwright.planner.explore import FIRST, candidates_of
 from shardwright.planner.pareto import curve
 from shardwright.planner.search import search
 from shardwright.planner.solve import fastest, peak_of, seconds_of
-from shardwright.planner.space import MODES
+from shardwright.planner.space import MODES, structures
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -144,6 +144,18 @@ def priced(mesh: dict[str, int]) -> Candidate:
     asked = problem(cluster(within=1e8, between=1e8))
     found = next(c for c in candidates_of(asked) if c.structure.mesh == mesh and c.structure.stream == "split")
     return priced_in(asked, found, MODES, Here())
+
+
+def test_a_price_counts_what_every_micro_batch_holds(monkeypatch):
+    """Three are rehearsed; the tokens of all are there from the start, and so are the losses of those before."""
+    monkeypatch.setattr("shardwright.planner.problem.structures", structures)
+    asked = problem(cluster(), batch=32)
+    whole = (c for c in candidates_of(asked) if c.structure.level == "replicate" and c.structure.stream == "split")
+    found = next(c for c in whole if c.structure.mesh == {"data": 2, "tensor": 2} and c.structure.accumulation == 8)
+    one = priced_in(asked, found, MODES[:1], Here())
+    assert one.lean is not None
+    plan = asked.plan(one.structure, one.blocks(one.lean))
+    assert one.lean.peak == sw.rehearse(asked.config, plan).peak_bytes
 
 
 def uniform(candidate: Candidate, budget: int) -> list[float]:

@@ -246,7 +246,8 @@ def test_overlap_never_costs_and_no_stream_is_busy_longer_than_the_step(events, 
     )
     assert found.seconds <= blocking.seconds * (1 + 1e-12)
     assert blocking.compute == sum(e.shapes[0][0] for e in events if isinstance(e, Op))
-    assert found.compute == blocking.compute or (slowed and found.compute > blocking.compute)
+    same = found.compute == pytest.approx(blocking.compute, rel=1e-12)  # spans beside others are summed in parts
+    assert same or (slowed and found.compute > blocking.compute)
     for line in (found, blocking):
         assert line.seconds * (1 + 1e-12) >= max(line.compute, *line.busy.values())
         assert sum(line.phases.values()) == pytest.approx(line.seconds, rel=1e-12)

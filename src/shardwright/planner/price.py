@@ -102,6 +102,9 @@ class Priced:
 MICRO_BATCHES = 3
 """Micro-batches that are rehearsed for a price: the first, one that adds to its gradients, and the last."""
 
+LOSS_BYTES = 4
+"""A micro-batch's loss, float32, is there until its step ends."""
+
 
 def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode, recompute: str) -> Priced:
     """Prices the blocks of ``plan``, which are all alike (or alternate between the types of the config).
@@ -111,13 +114,17 @@ def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode,
     run = runs(kinds(family, config, plan))[0]
     short = shortened(run, max(1, plan.in_flight - 1), units=1)
     few = plan.evolve(accumulation=min(plan.accumulation, MICRO_BATCHES))
-    trace = rehearse_few(family, config, few, 0, (1, few.accumulation), [short])
+    rehearsed = (1, few.accumulation)
+    trace = rehearse_few(family, config, few, 0, rehearsed, [short])
     again = plan.accumulation - few.accumulation
+    input_bytes = sum(storage.bytes for storage in trace.storages if storage.category == "input") // sum(rehearsed)
+    left_out = (2 * plan.accumulation - sum(rehearsed)) * input_bytes + again * LOSS_BYTES
     middle = short.radius if short.copies else short.kept // 2 // short.period * short.period
     pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])
     unit = Unit.of(trace, family.blocks, range(middle, middle + short.period), 0)
     one, seconds = _price_of(trace, pieces, unit, again, machine, mode, recompute)
-    return Priced(one, _frame(pieces, one.way(""), short.kept // short.period, seconds), short.period)
+    frame = _frame(pieces, one.way(""), short.kept // short.period, seconds)
+    return Priced(one, replace(frame, resident=frame.resident + left_out), short.period)
 
 
 def _price_of(
@@ -125,7 +132,7 @@ def _price_of(
 ) -> tuple[Price, float]:
     """(the price of a unit of blocks, seconds of the whole step).
 
-    again: micro-batches that the trace lacks; each takes as long as the last but one, and adds no bytes.
+    again: micro-batches that the trace lacks; each takes as long as the last but one, and adds no bytes to a block.
     """
     clock = timeline(trace, machine, 2)
     offset = next(index for index, event in enumerate(trace.events) if event.step == 2)
