@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import debug as dtensor_debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,6 +26,7 @@ from shardwright.mesh import chunk, coordinates, ranks_along, world_size
 from shardwright.params.initial import unfilled
 from shardwright.step import TrainStep, record_evaluation, record_initialisation, record_steps
 from shardwright.trace import Trace, collector_at_rest
+from shardwright.trace.fake import ShortFakeMode
 
 MicroBatches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -46,7 +46,7 @@ def rehearse(config: Any, plan: Plan, rank: int = 0, steps: int | Sequence[int] 
     with collector_at_rest(), stage(plan, rank) as mesh:
         model = models.build_meta(config, plan.stored_dtype)
         each = [plan.accumulation] * steps if isinstance(steps, int) else list(steps)
-        with FakeTensorMode():
+        with ShortFakeMode():
             trace = JOBS[job](model, mesh, plan, each)
         trace.arena = Runtime.of(mesh).arena.most
         return trace

@@ -1,0 +1,161 @@
+"""A fake-tensor mode for rehearsals: short ways for what they do most.
+
+A fake tensor has a shape, a dtype and a device, and no bytes. torch's FakeTensorMode also follows symbolic sizes and
+constants, at a price that a rehearsal of thousands of operators pays for nothing: all its sizes are numbers. So here
+
+| an operator of fake tensors on one device that | is answered by                                                     |
+|-------------------------------------------------|--------------------------------------------------------------------|
+| makes views                                     | its kernel for the meta device                                     |
+| makes new tensors                               | that kernel the first time; then, for equal arguments, from memory |
+| writes into a tensor                            | the same; the memory is of which tensor it gives back              |
+| is anything else, or meets anything else        | FakeTensorMode                                                     |
+
+The kernel for the meta device checks shapes as the real one does, once for each set of arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+_aten = torch.ops.aten
+_FOR_SYMBOLS_ONLY = frozenset(
+    {
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.slice.Tensor,
+        _aten.select.int,
+        _aten.copy_.default,
+        _aten.embedding.default,
+    }
+)
+"""Operators that torch treats apart for symbolic sizes, or for several devices: neither is met here."""
+
+_USUAL, _VIEW, _FRESH, _WRITES = range(4)
+"""How an operator is answered."""
+
+_Answer = list[tuple[torch.Size, tuple[int, ...], torch.dtype]] | int
+"""What an operator makes: shape, strides and dtype of each tensor; or the place of the argument that it gives back."""
+
+
+class ShortFakeMode(FakeTensorMode):
+    """FakeTensorMode with the short ways of this module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._way_of: dict[Any, int] = {}
+        self._known: dict[Any, _Answer] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        way = self._way_of.get(func)
+        if way is None:
+            way = self._way_of[func] = _way(func)
+        device = None if way == _USUAL else self._common_device(args, kwargs)
+        if device is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if way == _VIEW:
+            return self._asked(func, args, kwargs, device)
+        key = (func, *_described(args), *(_described(kwargs.items()) if kwargs else ()))
+        known = self._known.get(key)
+        if known is None:
+            result = self._asked(func, args, kwargs, device)
+            answer = _answer(result, args, kwargs)
+            if answer is not None and key == (func, *_described(args), *(_described(kwargs.items()) if kwargs else ())):
+                self._known[key] = answer
+            return result
+        if isinstance(known, int):
+            return _given(args, kwargs)[known]
+        made = [FakeTensor(self, _empty(*each), device) for each in known]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _common_device(self, args: Any, kwargs: Any) -> torch.device | None:
+        """The device of all tensors; None where the usual way must be gone."""
+        if kwargs and kwargs.get("device") is not None:
+            return None
+        found: torch.device | None = None
+        for value in _leaves((args, tuple(kwargs.values())) if kwargs else args):
+            if type(value) is not FakeTensor or value.fake_mode is not self or False:
+                return None
+            if found is None:
+                found = value.fake_device
+            elif found != value.fake_device:
+                return None
+        return found
+
+    def _asked(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """The answer of the kernel for the meta device."""
+        with in_kernel_invocation_manager(self):
+            result = func(*args, **(kwargs or {}))
+        return self._wrapped(result, device)
+
+    def _wrapped(self, result: Any, device: torch.device) -> Any:
+        """New tensors as fake ones; a tensor that was given in is given back."""
+        if isinstance(result, torch.Tensor):
+            return result if type(result) is FakeTensor else FakeTensor(self, result, device)
+        if isinstance(result, (tuple, list)):
+            return type(result)(self._wrapped(each, device) for each in result)
+        return result
+
+
+def _way(func: Any) -> int:
+    """How an operator may be answered, by its schema and by what torch knows of it."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return _USUAL
+    if func not in _FOR_SYMBOLS_ONLY:
+        if any(matters(func) for matters, _ in fake_impls.op_implementations_checks):
+            return _USUAL
+        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "Meta"):
+            return _USUAL
+    schema = func._schema
+    if any(argument.is_write for argument in schema.arguments):
+        return _WRITES
+    if any(returned.alias_info is not None for returned in schema.returns):
+        return _VIEW
+    return _FRESH
+
+
+def _leaves(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _leaves(value)
+
+
+def _described(values: Any) -> Iterator[Any]:
+    """Arguments as parts of a key; numbers with their types, since 1, 1.0 and True are equal."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value.shape, value.stride(), value.dtype
+        elif isinstance(value, (list, tuple)):
+            yield tuple(_described(value))
+        else:
+            yield type(value), value
+
+
+def _given(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return list(_leaves((args, tuple(kwargs.values())) if kwargs else args))
+
+
+def _answer(result: Any, args: Any, kwargs: Any) -> _Answer | None:
+    """What can be remembered of a result: a tensor that was given, or tensors that fill storages of their own."""
+    given = _given(args, kwargs)
+    place = next((place for place, each in enumerate(given) if each is result), None)
+    if place is not None:
+        return place
+    made = (result,) if isinstance(result, torch.Tensor) else result
+    if not isinstance(made, tuple) or not all(isinstance(each, torch.Tensor) for each in made):
+        return None
+    old = {each.untyped_storage()._cdata for each in given}
+    answer = [(each.shape, each.stride(), each.dtype) for each in made]
+    own = all(each.untyped_storage()._cdata not in old for each in made)
+    sizes = [_empty(*each).untyped_storage().nbytes() for each in answer]
+    return answer if own and sizes == [each.untyped_storage().nbytes() for each in made] else None
+
+
+def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
