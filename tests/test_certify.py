@@ -13,7 +13,7 @@ from shardwright._plan import Plan
 from shardwright._rehearse import rehearse
 from shardwright.linear import blocking
 from shardwright.planner import certify as planner_certify
-from shardwright.planner.certify import Divergence, Uncertified, agree, agree_by_class, certify
+from shardwright.planner.certify import ByAxes, Divergence, Uncertified, agree, agree_by_class, by_axes, certify
 from shardwright.planner.classes import RankClass, rank_classes
 from shardwright.trace import Collective, Trace
 
@@ -103,7 +103,8 @@ def test_a_plan_keeps_what_is_certain(tmp_path):
 @pytest.mark.parametrize("name", ["peak", "saved", "volume"])
 def test_a_wrong_prediction_is_no_certificate(name, monkeypatch):
     plan, certificate = certified()
-    monkeypatch.setattr(planner_certify, "rehearse_stretched", lambda _, __, rank: certificate.traces[rank])
+    rehearsed = functools.cache(lambda rank: rehearse(plan.config_path, plan, rank))
+    monkeypatch.setattr(planner_certify, "rehearse_stretched", lambda _, __, rank: rehearsed(rank))
     right = {"peak": certificate.peak_bytes, "saved": certificate.saved, "volume": certificate.volume}
     assert certify(plan.config_path, plan, right).classes == certificate.classes
     with pytest.raises(Uncertified, match=rf"{name}: {right[name] - 1:,} bytes were predicted, {right[name]:,} reh"):
@@ -149,7 +150,11 @@ def test_the_first_difference_is_told(theirs, message):
     with pytest.raises(Divergence, match=message):
         agree(traces)
     with pytest.raises(Divergence, match=message):
-        agree_by_class(traces, [RankClass((0,)), RankClass((1,))], {"data": 2})
+        agree_by_class(said(traces, {"data": 2}), [RankClass((0,)), RankClass((1,))], {"data": 2})
+
+
+def said(traces: dict[int, Trace], mesh: dict[str, int]) -> dict[int, ByAxes]:
+    return {rank: by_axes(trace, mesh) for rank, trace in traces.items()}
 
 
 def test_groups_are_told_apart():
@@ -160,6 +165,7 @@ def test_groups_are_told_apart():
 def test_classes_that_never_meet_need_not_agree():
     traces = {0: Trace([collective(8)]), 2: Trace([replace(collective(4), ranks=(2, 3))])}
     classes = [RankClass((0, 1)), RankClass((2, 3))]
-    agree_by_class(traces, classes, {"replica": 2, "data": 2})
+    apart, together = {"replica": 2, "data": 2}, {"data": 2, "replica": 2}
+    agree_by_class(said(traces, apart), classes, apart)
     with pytest.raises(Divergence):
-        agree_by_class(traces, classes, {"data": 2, "replica": 2})
+        agree_by_class(said(traces, together), classes, together)

@@ -41,7 +41,7 @@ def test_what_is_remembered_is_a_new_tensor_each_time():
     with ShortFakeMode() as mode:
         x, w = torch.empty(4, 6), torch.empty(8, 6, dtype=torch.float32)
         first, second = torch.mm(x, w.t()), torch.mm(x, w.t())
-        assert len(mode._known) == 1
+        assert any(key[0] is torch.ops.aten.mm.default for key in mode._known)
     assert type(second) is FakeTensor and second.fake_mode is mode
     assert (second.shape, second.stride(), second.dtype) == (first.shape, first.stride(), first.dtype)
     assert second.device == torch.device("cpu") and not same(first, second) and not same(second, x)

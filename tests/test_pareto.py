@@ -22,7 +22,7 @@ def candidate(seed: int, data: int = 2) -> Candidate:
     frame, ways, blocks = drawn(seed, unit=1)
     choices = tuple((MODES[0], MODES[0], "none") for _ in ways)
     structure = replace(STRUCTURE, data=data)
-    return Candidate(structure, Limits(0.0, 0, 0.0), (), frame, ways, choices, blocks)
+    return Candidate(structure, Limits(0.0, 0, 0, 0.0, 0.0), (), frame, ways, choices, blocks)
 
 
 def beaten_by_none(candidates: list[Candidate], most: float) -> list[tuple[float, int]]:
@@ -73,7 +73,7 @@ def test_points_closer_than_a_two_hundredth_are_one():
 
 
 def test_what_was_not_priced_has_no_point():
-    assert curve([Candidate(STRUCTURE, Limits(1.0, 1, 0.0))]) == ()
+    assert curve([Candidate(STRUCTURE, Limits(1.0, 1, 0, 0.0, 0.0))]) == ()
     assert curve([candidate(0)], most=0) == ()
 
 

@@ -22,8 +22,8 @@ from shardwright.comm import AxisGroup, Runtime, all_gather, all_reduce
 IGNORED = -100
 """The label of a token without a target."""
 
-CHUNK = 1024
-"""Rows at a time."""
+ROWS, NUMBERS = 1024, 2**24
+"""Rows at a time: so many, and more where they are so short that fewer numbers than these would be at work."""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -36,13 +36,14 @@ class _CrossEntropy(torch.autograd.Function):
         mine = torch.empty(2, rows, dtype=wide, device=logits.device)  # log Σ exp and target logit of this part
         local = labels - first
         foreign = (local < 0) | (local >= width)
-        column = local.masked_fill(foreign, 0).unsqueeze(1)
-        if not width:  # a rank behind the end of a vocabulary that does not divide
+        if width:
+            at_once = _rows(width)
+            for part, log_sum in zip(logits.split(at_once), mine[0].split(at_once), strict=True):
+                torch.logsumexp(part.to(wide), dim=-1, out=log_sum)
+            column = local.masked_fill(foreign, 0).unsqueeze(1)
+            mine[1] = logits.gather(1, column).squeeze(1)
+        else:  # a rank behind the end of a vocabulary that does not divide
             mine[0].fill_(-torch.inf)
-        for start in range(0, rows if width else 0, CHUNK):
-            part = slice(start, min(start + CHUNK, rows))
-            torch.logsumexp(logits[part].to(wide), dim=-1, out=mine[0, part])
-            mine[1, part] = torch.gather(logits[part], 1, column[part]).squeeze(1).to(wide)
         mine[1].masked_fill_(foreign, 0)
         if group.size > 1:
             every = mine.new_empty(group.size, 2, rows)
@@ -59,20 +60,29 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         logits, labels, log_z, count = ctx.saved_tensors
-        rows, width = logits.shape
+        width = logits.shape[1]
         scale = (grads[0] / count).to(ctx.wide)
         gradient = torch.empty_like(logits)
-        row_scale = torch.where(labels == IGNORED, 0, scale).unsqueeze(1)
+        if not width:
+            return gradient, None, None, None, None
         local = labels - ctx.first
-        present = ((local >= 0) & (local < width)).unsqueeze(1)
-        column = torch.where(present, local.unsqueeze(1), 0)
-        for start in range(0, rows if width else 0, CHUNK):
-            part = slice(start, min(start + CHUNK, rows))
-            soft = (logits[part] - log_z[part].unsqueeze(1)).exp_()  # log_z is wide, so soft is
-            soft.scatter_add_(1, column[part], -present[part].to(ctx.wide))
-            gradient[part] = soft.mul_(row_scale[part])
+        present = (local >= 0) & (local < width)
+        rowwise = (  # [T,1] each
+            log_z.unsqueeze(1),
+            torch.where(present, local, 0).unsqueeze(1),
+            present.to(ctx.wide).neg_().unsqueeze(1),
+            torch.where(labels == IGNORED, 0, scale).unsqueeze(1),
+        )
+        chunks = zip(*(whole.split(_rows(width)) for whole in (logits, gradient, *rowwise)), strict=True)
+        for part, out, log_sum, column, minus_one, factor in chunks:
+            soft = (part - log_sum).exp_()  # log_z is wide, so soft is
+            torch.mul(soft.scatter_add_(1, column, minus_one), factor, out=out)
             del soft  # before the next chunk's is made
         return gradient, None, None, None, None
+
+
+def _rows(width: int) -> int:
+    return max(ROWS, NUMBERS // width)
 
 
 class VocabParallelLoss:

@@ -6,19 +6,21 @@ the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from shardwright import models
 from shardwright._plan import Plan
+from shardwright.cost.machine import Machine
 from shardwright.mesh import ranks_along
 from shardwright.planner.classes import RankClass, rank_classes
 from shardwright.planner.stretch import rehearse_stretched
 from shardwright.trace import Collective, Trace
+from shardwright.trace.timeline import timeline
 
 
 class Uncertified(RuntimeError):
@@ -47,12 +49,12 @@ class Figures:
 class Certificate:
     """What the rehearsals of a plan say: figures of every class of ranks, and the arena's slots that serve them all.
 
-    traces: representative of each class → its rehearsal.
+    seconds: of step 2 on the fullest rank, where the machine is known.
     """
 
     classes: tuple[Figures, ...]
     arena: Mapping[str, list[int]]
-    traces: Mapping[int, Trace] = field(repr=False, compare=False)
+    seconds: float | None = None
 
     @property
     def peak(self) -> dict[str, int]:
@@ -84,35 +86,68 @@ class Certificate:
         return plan.evolve(predicted=self.predicted(), arena=dict(self.arena))
 
 
-def certify(
-    config: Any, plan: Plan, expected: Mapping[str, int] | None = None, pool: Executor | None = None
-) -> Certificate:
+Expected = Mapping[str, int]
+"""``peak``, ``saved`` and ``volume`` (bytes, of the fullest rank), or some of them, as they were predicted."""
+
+
+def certify(config: Any, plan: Plan, expected: Expected | None = None) -> Certificate:
     """Rehearses two steps of ``plan`` on one rank of each class.
 
-    config: a path of a config.json, or a Hugging Face config. expected: ``peak``, ``saved`` and ``volume`` (bytes, of
-    the fullest rank), or some of them, as they were predicted. pool: processes that rehearse the classes side by side.
-    Raises Uncertified where the rehearsals say something else, Divergence where collectives do not agree.
+    config: a path of a config.json, or a Hugging Face config. Raises Uncertified where the rehearsals say something
+    else than was expected, Divergence where collectives do not agree.
+    """
+    return certifying(config, plan)(expected or {})
+
+
+def certifying(
+    config: Any, plan: Plan, pool: Executor | None = None, machine: Machine | None = None
+) -> Callable[[Expected], Certificate]:
+    """The same in two parts: what a pool has to rehearse is begun here, and compared when the answer is called.
+
+    pool: processes that rehearse the classes side by side. machine: tells seconds.
     """
     if isinstance(config, (str, Path)):
         config = models.load_config(config)
     classes = rank_classes(config, plan)
     plan = plan.evolve(arena=None)  # the rehearsals tell what it must be
-    ranks = [each.representative for each in classes]
-    side_by_side = pool.map if pool is not None and len(ranks) > 1 else map
-    rehearsed = side_by_side(rehearse_stretched, [config] * len(ranks), [plan] * len(ranks), ranks)
-    traces = dict(zip(ranks, rehearsed, strict=True))
-    agree_by_class(traces, classes, plan.mesh)
-    figures = tuple(_figures(each, traces[each.representative]) for each in classes)
-    certificate = Certificate(figures, slots(traces.values()), traces)
-    _compare(certificate, expected or {})
-    return certificate
+    tasks = [(config, plan, each, len(classes) > 1, machine) for each in classes]
+    begun = (pool.map if pool is not None else map)(_evidence, tasks)
+
+    def certified(expected: Expected) -> Certificate:
+        found = {evidence.figures.ranks.representative: evidence for evidence in begun}
+        agree_by_class({rank: evidence.collectives for rank, evidence in found.items()}, classes, plan.mesh)
+        fullest = max(found.values(), key=lambda evidence: max(evidence.figures.peak.values()))
+        figures = tuple(evidence.figures for evidence in found.values())
+        certificate = Certificate(figures, slots(evidence.arena for evidence in found.values()), fullest.seconds)
+        _compare(certificate, expected)
+        return certificate
+
+    return certified
 
 
-def _figures(ranks: RankClass, trace: Trace) -> Figures:
-    return Figures(ranks, trace.phase_peaks, trace.saved_bytes, trace.sent_bytes)
+@dataclass(frozen=True)
+class Evidence:
+    """What the rehearsal of one rank says of its class: a trace is long, and this is all that a certificate needs.
+
+    collectives: by the axes that they go over. seconds: of step 2.
+    """
+
+    figures: Figures
+    arena: Mapping[str, list[int]]
+    collectives: ByAxes
+    seconds: float | None
 
 
-def _compare(certificate: Certificate, expected: Mapping[str, int]) -> None:
+def _evidence(task: tuple[Any, Plan, RankClass, bool, Machine | None]) -> Evidence:
+    """One class's rehearsal, in a process of the pool. Where there is one class only, it agrees with itself."""
+    config, plan, ranks, others, machine = task
+    trace = rehearse_stretched(config, plan, ranks.representative)
+    figures = Figures(ranks, trace.phase_peaks, trace.saved_bytes, trace.sent_bytes)
+    seconds = timeline(trace, machine, 2).seconds if machine is not None else None
+    return Evidence(figures, trace.arena, by_axes(trace, plan.mesh) if others else {}, seconds)
+
+
+def _compare(certificate: Certificate, expected: Expected) -> None:
     found = {"peak": certificate.peak_bytes, "saved": certificate.saved, "volume": certificate.volume}
     for name, bytes_expected in expected.items():
         if found[name] != bytes_expected:
@@ -137,11 +172,11 @@ def largest(peaks: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return found
 
 
-def slots(traces: Iterable[Trace]) -> dict[str, list[int]]:
+def slots(arenas: Iterable[Mapping[str, list[int]]]) -> dict[str, list[int]]:
     """Slots (element type → bytes, largest first) that serve every rank's leases."""
     found: dict[str, list[int]] = {}
-    for trace in traces:
-        for dtype, sizes in trace.arena.items():
+    for arena in arenas:
+        for dtype, sizes in arena.items():
             merged = zip_longest(found.get(dtype, []), sizes, fillvalue=0)
             found[dtype] = [max(pair) for pair in merged]
     return found
@@ -166,17 +201,20 @@ def agree(traces: Mapping[int, Trace]) -> None:
             _agree(first, members[first], other, members[other])
 
 
-def agree_by_class(traces: Mapping[int, Trace], classes: Sequence[RankClass], mesh: Mapping[str, int]) -> None:
-    """The same where one trace speaks for each class: every two classes that meet in a group, once."""
+ByAxes = Mapping[tuple[str, ...], Sequence[Collective]]
+"""Axes of more than one rank → the collectives over them, in their order."""
+
+
+def agree_by_class(said: Mapping[int, ByAxes], classes: Sequence[RankClass], mesh: Mapping[str, int]) -> None:
+    """The same where one rank speaks for each class: every two classes that meet in a group, once."""
     speaker = {rank: each.representative for each in classes for rank in each.ranks}
-    said = {rank: _by_axes(trace, mesh) for rank, trace in traces.items()}
     empty: list[Collective] = []
     for axes in {axes for mine in said.values() for axes in mine}:
         for pair in _meetings(axes, classes, speaker, mesh):
             _agree(pair[0], said[pair[0]].get(axes, empty), pair[1], said[pair[1]].get(axes, empty))
 
 
-def _by_axes(trace: Trace, mesh: Mapping[str, int]) -> dict[tuple[str, ...], list[Collective]]:
+def by_axes(trace: Trace, mesh: Mapping[str, int]) -> ByAxes:
     found: dict[tuple[str, ...], list[Collective]] = {}
     for event in trace.collectives:
         found.setdefault(tuple(axis for axis in event.axes if mesh[axis] > 1), []).append(event)

@@ -9,7 +9,7 @@ step is the short one's plus the number of copies times a difference that the sh
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -144,21 +144,33 @@ def composed_of(config: Any, plan: Plan, pool: Executor | None = None, known: Kn
     pool: processes that rehearse the classes of equal ranks side by side. known: what need not be rehearsed again; it
     grows.
     """
+    return composing(config, plan, pool, known)()
+
+
+def composing(
+    config: Any, plan: Plan, pool: Executor | None = None, known: Known | None = None
+) -> Callable[[], Composed]:
+    """The same in two parts: what a pool has to rehearse is begun here, and waited for when the answer is called."""
     family, known = family_of(config), {} if known is None else known
     short = [shortened(run, max(1, plan.in_flight - 1)) for run in runs(kinds(family, config, plan))]
     few = _few(family, config, plan, short)
     keys = [(ranks.representative, few) for ranks in rank_classes(config, plan)]
     new = [(config, plan, rank, short) for rank, _ in keys if (rank, few) not in known]
-    for task, rehearsed in zip(new, (pool.map if pool is not None else map)(_rehearsed, new), strict=True):
-        known[task[2], few] = rehearsed
-    copies = [run.copies for run in short]
-    found = [compose(each.pieces, each.saved, _units(each, copies)) for each in (known[key] for key in keys)]
-    phases: Mapping[str, None] = dict.fromkeys(phase for each in found for phase in each.phase_peaks)
-    return Composed(
-        {phase: max(each.phase_peaks.get(phase, 0) for each in found) for phase in phases},
-        max(each.saved for each in found),
-        max(each.sent for each in found),
-    )
+    begun = (pool.map if pool is not None else map)(_rehearsed, new)
+
+    def composed() -> Composed:
+        for task, rehearsed in zip(new, begun, strict=True):
+            known[task[2], few] = rehearsed
+        copies = [run.copies for run in short]
+        found = [compose(each.pieces, each.saved, _units(each, copies)) for each in (known[key] for key in keys)]
+        phases: Mapping[str, None] = dict.fromkeys(phase for each in found for phase in each.phase_peaks)
+        return Composed(
+            {phase: max(each.phase_peaks.get(phase, 0) for each in found) for phase in phases},
+            max(each.saved for each in found),
+            max(each.sent for each in found),
+        )
+
+    return composed
 
 
 def _few(family: Family, config: Any, plan: Plan, short: Sequence[Run]) -> Hashable:

@@ -21,7 +21,7 @@ from shardwright._errors import InputError
 from shardwright.cost.machine import Machine
 from shardwright.planner.candidate import Candidate, priced_in
 from shardwright.planner.limits import Split, limits, split_of
-from shardwright.planner.price import floor
+from shardwright.planner.price import Floor, floor
 from shardwright.planner.problem import Problem
 from shardwright.planner.space import MODES, Mode, Structure
 from shardwright.site import Site
@@ -82,26 +82,22 @@ def explore(
     fitting = [each for each in candidates if each.limits.memory <= problem.memory]
     chosen = fitting or sorted(candidates, key=lambda each: each.limits.memory)[:2]
     tell(f"{len(candidates)} structures, {len(fitting)} of them within the budget by their parameters")
+    now = time.monotonic()
+    chosen = _with_floors(problem, chosen, pool, now + 0.5 * (until - now), tell)
     looked_at: list[Candidate] = []
     left: list[Candidate] = []
-    best, now = float("inf"), time.monotonic()
-    halfway, last = now + 0.5 * (until - now), now + 0.6 * (until - now)
-    for first in (True, False):  # the first that fits sets a mark; only what may beat it is worth a floor
-        if not first:
-            chosen = _with_floors(problem, [each for each in chosen if each.limits.seconds < best], pool, halfway, tell)
-        for number, candidate in enumerate(chosen):
-            if candidate.limits.seconds >= best or any(each.structure == candidate.structure for each in looked_at):
-                continue  # proven: no plan of it beats the best one
-            if not first and time.monotonic() > last:
-                left.append(candidate)
-                continue
-            tell(f"structure {number + 1} of {len(chosen)}: {candidate.structure.name}")
-            priced = priced_in(problem, candidate, FIRST, pool)
-            if priced.frame is not None:
-                looked_at.append(priced)
-                best = min(best, priced.seconds)
-            if first and (priced.mix or time.monotonic() > until):
-                break
+    best, last = float("inf"), now + 0.6 * (until - now)
+    for number, candidate in enumerate(chosen):
+        if candidate.limits.seconds >= best:
+            continue  # proven: no plan of it beats the best one
+        if looked_at and time.monotonic() > last:
+            left.append(candidate)
+            continue
+        tell(f"structure {number + 1} of {len(chosen)}: {candidate.structure.name}")
+        priced = priced_in(problem, candidate, FIRST, pool)
+        if priced.frame is not None:
+            looked_at.append(priced)
+            best = min(best, priced.seconds)
     looked_at.sort(key=lambda each: each.seconds)
     for number, candidate in enumerate(looked_at):  # in modes that were left out they may be faster
         if not candidate.complete and candidate.limits.seconds < best and time.monotonic() <= until:
@@ -114,32 +110,35 @@ def explore(
 def _with_floors(
     problem: Problem, candidates: Sequence[Candidate], pool: Executor, until: float, tell: Tell
 ) -> list[Candidate]:
-    """Candidates with what their operators alone take, most promising first, without those that the runtime refuses.
+    """Candidates with what their operators take and save at least, most promising first, without those refused.
 
     The level and the axes that split storage change no operator but the optimizer's; more micro-batches cut the same
-    work into smaller operators, which take no less. So the structure with the fewest micro-batches, in blocking mode,
-    whose products are not cut, shows a bound for all that share its features' axes and stream.
+    work into smaller operators, which take no less. So one micro-batch in blocking mode, parameters whole, shows a
+    bound for all structures that split features alike.
     """
-    probes: dict[tuple[int, int, str], Structure] = {}
-    for each in sorted(candidates, key=lambda each: (each.structure.accumulation, _promise(each))):
-        probes.setdefault(each.structure.split, each.structure)
-    guesses = {kind: min(_promise(each) for each in candidates if each.structure.split == kind) for kind in probes}
+    if time.monotonic() >= until:
+        return list(candidates)
+    kinds = {each.structure.split: each.structure for each in reversed(candidates)}
+    guesses = {kind: min(_promise(each) for each in candidates if each.structure.split == kind) for kind in kinds}
     tasks = {
-        kind: pool.submit(_floor, (problem, probes[kind])) for kind in sorted(probes, key=lambda kind: guesses[kind])
+        kind: pool.submit(_floor, (problem, kinds[kind])) for kind in sorted(kinds, key=lambda kind: guesses[kind])
     }
-    floors: dict[tuple[int, int, str], float | None] = {}
+    floors: dict[tuple[int, int, str], Floor | None] = {}
     for kind, task in tasks.items():
         if time.monotonic() < until or task.done():
-            tell(f"floor {len(floors) + 1} of {len(tasks)}: {probes[kind].name}")
+            tell(f"floor {len(floors) + 1} of {len(tasks)}")
             floors[kind] = task.result()
         else:
             task.cancel()
+    blocks = problem.config.num_hidden_layers
     found = []
     for each in candidates:
-        known = each.limits
-        floor = floors.get(each.structure.split, known.seconds)
-        if floor is not None:
-            found.append(replace(each, limits=replace(known, seconds=max(floor, known.seconds))))
+        kind = each.structure.split
+        if kind not in floors:
+            found.append(each)
+        elif (floor := floors[kind]) is not None:
+            above = each.limits.above(floor, blocks // floor.period, each.structure.accumulation, problem.memory)
+            found.append(replace(each, limits=above))
     return _by_kind(sorted(found, key=_promise))
 
 
@@ -153,7 +152,7 @@ def _by_kind(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _promise(candidate: Candidate) -> tuple[float, int]:
     """A likely time, and how little memory."""
-    return candidate.limits.seconds + candidate.limits.beyond, candidate.limits.memory
+    return candidate.limits.likely, candidate.limits.memory
 
 
 def leaner(
@@ -181,12 +180,17 @@ def leaner(
     return list(found.values()), unseen
 
 
-def _floor(task: tuple[Problem, Structure]) -> float | None:
-    """A structure's floor, in a process of the pool; None where the runtime refuses the layout."""
+def _floor(task: tuple[Problem, Structure]) -> Floor | None:
+    """The floor of all structures that split features like this one, in a process of the pool; None where the runtime
+    refuses the layout.
+    """
     problem, structure = task
-    plan = problem.plan(structure, [(MODES[0], MODES[0], "none")] * problem.config.num_hidden_layers)
+    ranks = structure.replica * structure.data
+    probe = replace(structure, replica=1, data=ranks, level="replicate", keep=False, accumulation=1)
+    leanest = Mode("blocking", "shard")
+    plan = problem.plan(probe, [(leanest, leanest, "none")] * problem.config.num_hidden_layers)
     try:
-        return floor(problem.family, problem.config, plan, problem.machine(structure))
+        return floor(problem.family, problem.config, plan, problem.machine(probe))
     except InputError:
         return None
 

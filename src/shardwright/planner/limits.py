@@ -1,17 +1,19 @@
 """What no plan of a structure can beat: seconds and bytes, by formulas alone. They order the search and end it.
 
 A step takes at least as long as its products, and at least as long as any one axis is busy, with the gathered inputs
-kept and nothing recomputed. It holds at least its parameters and moments, and the inputs of its blocks.
+kept and nothing recomputed. It holds at least its parameters and moments, and the inputs of its blocks. Where a short
+rehearsal has told what a block saves and takes (``price.floor``), blocks whose saved bytes have no room are recomputed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.cost import site_volume
 from shardwright.cost.machine import ITEMSIZE, Machine
 from shardwright.cost.place import Here
+from shardwright.planner.price import Floor
 from shardwright.planner.space import Mode, Structure
 from shardwright.site import Site
 
@@ -20,15 +22,34 @@ KEEP = Mode("blocking", "gathered")
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one structure: ``seconds`` and ``memory`` (bytes) that its best plan needs at least; beyond: a guess.
+    """Of one structure: ``seconds`` and ``memory`` (bytes) that its best plan needs at least; the rest are guesses.
 
-    beyond: seconds that a likely plan takes on top of its operators: what communication the features' axes cost, what
-    the tokens' axes cost beyond the products, and a third of the products of blocks that must be recomputed to fit.
+    inputs: of ``memory`` those bytes that are inputs of blocks. beyond: seconds that a likely plan takes on top of its
+    operators: what communication the features' axes cost, and what the tokens' axes cost beyond the products.
+    recomputed: a third of the products of blocks that must be recomputed to fit.
     """
 
     seconds: float
     memory: int
+    inputs: int
     beyond: float
+    recomputed: float
+
+    @property
+    def likely(self) -> float:
+        """Seconds that a likely plan takes."""
+        return self.seconds + self.beyond + self.recomputed
+
+    def above(self, floor: Floor, units: int, accumulation: int, budget: int) -> Limits:
+        """The limits, now that a rehearsal told what ``units`` units of blocks take and save.
+
+        What is alive when backward begins: ``memory``, and what the blocks save beyond their inputs that are not
+        recomputed. So at least so many are that the others' has room, and each of them runs its forward again.
+        """
+        more = floor.saved // accumulation - self.inputs // units
+        lacking = self.memory + units * more - budget
+        recomputed = min(units, -(-lacking // more)) if more > 0 and lacking > 0 else 0
+        return replace(self, seconds=max(self.seconds, floor.seconds + recomputed * floor.again), recomputed=0.0)
 
 
 @dataclass(frozen=True)
@@ -87,10 +108,11 @@ def limits(
     parameters = sum(sizes[site.name] * (blocks if site not in (sites[0], sites[-1]) else 1) for site in sites)
     tokens = _tokens(structure, parameters // structure.tensor * element, machine)
     most = max([products, tokens, *(seconds * structure.accumulation for seconds in split.busy.values())])
-    memory = _memory(structure, sites, blocks, parameters, element, ITEMSIZE[stored])
+    inputs = blocks * _tokens_of(structure, sites) * sites[-1].k * element
+    memory = _stored(structure, parameters, element, ITEMSIZE[stored]) + inputs
     saved = blocks * _saved(structure, sites, element)
     recomputed = min(1.0, max(0.0, memory + saved - budget) / saved) if saved else 0.0
-    return Limits(most, memory, features + max(0.0, tokens - products) + recomputed * products / 3)
+    return Limits(most, memory, inputs, features + max(0.0, tokens - products), recomputed * products / 3)
 
 
 def _tokens(structure: Structure, whole: int, machine: Machine) -> float:
@@ -110,16 +132,19 @@ def _tokens(structure: Structure, whole: int, machine: Machine) -> float:
     return seconds + gathers * (machine.collective("all_gather", ("data",), whole, moved) if n > 1 else 0.0)
 
 
-def _memory(
-    structure: Structure, sites: Sequence[Site], blocks: int, parameters: int, element: int, stored: int
-) -> int:
+def _stored(structure: Structure, parameters: int, element: int, stored: int) -> int:
+    """Bytes of a rank's parameters and moments, and of the weights that it has whole all the time."""
     local = parameters // structure.tensor
     shard = local // (structure.data if structure.level != "replicate" else 1)
     whole = local * element if structure.level in ("optimizer", "gradients") or structure.keep else 0
-    tokens = (
+    return 3 * shard * stored + whole
+
+
+def _tokens_of(structure: Structure, sites: Sequence[Site]) -> int:
+    """Tokens of a micro-batch on one rank, between blocks."""
+    return (
         sites[-1].m // (structure.replica * structure.data) // (structure.tensor if structure.stream == "split" else 1)
     )
-    return 3 * shard * stored + whole + blocks * tokens * sites[-1].k * element
 
 
 def _saved(structure: Structure, sites: Sequence[Site], element: int) -> int:

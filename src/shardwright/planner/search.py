@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
@@ -17,13 +17,12 @@ from shardwright._errors import DoesNotFit
 from shardwright._files import format_bytes
 from shardwright._plan import Plan
 from shardwright.planner.candidate import Candidate, priced_in, told
-from shardwright.planner.certify import Certificate, certify
-from shardwright.planner.compose import Composed, Known, composed_of
+from shardwright.planner.certify import Certificate, Expected, certifying
+from shardwright.planner.compose import Composed, Known, composed_of, composing
 from shardwright.planner.explore import Tell, candidates_of, explore, leaner, rehearsing
 from shardwright.planner.problem import Problem
 from shardwright.planner.solve import Mix
 from shardwright.planner.space import MODES
-from shardwright.trace.timeline import timeline
 
 ATTEMPTS = 6
 """How often a mix that is over the budget to the byte is solved again."""
@@ -69,13 +68,12 @@ def search(
         settled = _first_that_settles(problem, looked_at, failed, pool, tell)
         if settled is None:
             raise DoesNotFit(_least(problem, looked_at, len(left), pool))
-        best, (mix, composed, plan) = settled
+        best, (mix, composed, plan, certified) = settled
         tell(f"{best.structure.name}: certifying")
-        certificate = certify(problem.config, plan, composed.expected(), pool)
+        certificate = certified(composed.expected())
     bound = min([mix.seconds, *(each.bound for each in looked_at), *(each.limits.seconds for each in left)])
     predicted = certificate.predicted()
-    trace = max(certificate.traces.values(), key=lambda each: each.peak_bytes)
-    predicted["time"] = timeline(trace, problem.machine(best.structure), 2).seconds
+    predicted["time"] = certificate.seconds
     plan = certificate.written(plan).evolve(
         predicted=predicted, objective=mix.seconds, bound=bound, gap=(mix.seconds - bound) / mix.seconds
     )
@@ -102,9 +100,13 @@ def _priced(problem: Problem, pool: Executor, until: float, tell: Tell) -> tuple
     return sorted(looked_at, key=lambda each: each.seconds), left
 
 
+Settled = tuple[Mix, Composed, Plan, Callable[[Expected], Certificate]]
+"""A mix whose plan is within the budget to the byte, and its certificate, which is being made."""
+
+
 def _first_that_settles(
     problem: Problem, looked_at: Sequence[Candidate], failed: list[Candidate], pool: Executor, tell: Tell
-) -> tuple[Candidate, tuple[Mix, Composed, Plan]] | None:
+) -> tuple[Candidate, Settled] | None:
     """The fastest candidate whose plan is within the budget to the byte; ``failed`` takes those that were faster."""
     for candidate in looked_at:
         if candidate.mix is None:
@@ -117,28 +119,27 @@ def _first_that_settles(
     return None
 
 
-def _settle(problem: Problem, candidate: Candidate, pool: Executor) -> tuple[Mix, Composed, Plan] | None:
+def _settle(problem: Problem, candidate: Candidate, pool: Executor) -> Settled | None:
     """The fastest mix whose composed peak is within the budget, to the byte; None where none is found.
 
     Prices of blocks miss a few bytes of what a rank holds where two runs of blocks meet; the leanest mix is tried last.
+    Most mixes settle at once, so the first one's certificate is begun while it is composed; neither knows the other.
     """
     budget, known = problem.memory, Known()
-    for _ in range(ATTEMPTS):
-        mix = candidate.within(budget)
-        if mix is None:
-            break
-        composed, plan = _composed(problem, candidate, mix, pool, known)
+    for attempt in range(ATTEMPTS + 1):
+        mix = (candidate.within(budget) if attempt < ATTEMPTS else None) or candidate.lean
+        assert mix is not None
+        plan = problem.plan(candidate.structure, candidate.blocks(mix))
+        machine = problem.machine(candidate.structure)
+        composed_of_all = composing(problem.config, plan, pool, known)
+        certified = certifying(problem.config, plan, pool, machine) if attempt == 0 else None
+        composed = composed_of_all()
         if composed.peak <= problem.memory:
-            return mix, composed, plan
+            return mix, composed, plan, certified or certifying(problem.config, plan, pool, machine)
+        if mix is candidate.lean:
+            break
         budget -= composed.peak - problem.memory
-    assert candidate.lean is not None
-    composed, plan = _composed(problem, candidate, candidate.lean, pool, known)
-    return (candidate.lean, composed, plan) if composed.peak <= problem.memory else None
-
-
-def _composed(problem: Problem, candidate: Candidate, mix: Mix, pool: Executor, known: Known) -> tuple[Composed, Plan]:
-    plan = problem.plan(candidate.structure, candidate.blocks(mix))
-    return composed_of(problem.config, plan, pool, known), plan
+    return None
 
 
 def _least(problem: Problem, looked_at: Sequence[Candidate], unseen: int, pool: Executor) -> str:
@@ -148,7 +149,8 @@ def _least(problem: Problem, looked_at: Sequence[Candidate], unseen: int, pool: 
     if not known:
         return f"{found}more, or more devices"
     mix, candidate = min(known, key=lambda pair: pair[0].peak)
-    least = max(mix.peak, _composed(problem, candidate, mix, pool, Known())[0].peak)
+    plan = problem.plan(candidate.structure, candidate.blocks(mix))
+    least = max(mix.peak, composed_of(problem.config, plan, pool).peak)
     return (
         f"{found}{format_bytes(least)} ({least:,} bytes) at least, with {candidate.structure.name}, "
         f"{told(candidate, mix)}, a step of {mix.seconds * 1e3:.4g} ms"

@@ -3,12 +3,13 @@
 A fake tensor has a shape, a dtype and a device, and no bytes. torch's FakeTensorMode also follows symbolic sizes and
 constants, at a price that a rehearsal of thousands of operators pays for nothing: all its sizes are numbers. So here
 
-| an operator of fake tensors on one device that | is answered by                                                     |
-|-------------------------------------------------|--------------------------------------------------------------------|
-| makes views                                     | its kernel for the meta device                                     |
-| makes new tensors                               | that kernel the first time; then, for equal arguments, from memory |
-| writes into a tensor                            | the same; the memory is of which tensor it gives back              |
-| is anything else, or meets anything else        | FakeTensorMode                                                     |
+| an operator of fake tensors on one device | is answered by                                                       |
+|-------------------------------------------|-----------------------------------------------------------------------|
+| that makes views, or communicates         | its kernel for the meta device                                       |
+| that makes new tensors                    | that kernel the first time; then, for equal arguments, from memory   |
+| that writes into a tensor                 | the same; what is remembered is which tensor it gives back           |
+| that makes an empty one, or zeros or ones | FakeTensorMode the first time; then, for equal arguments, from memory|
+| of any other kind, or on anything else    | FakeTensorMode                                                       |
 
 The kernel for the meta device checks shapes as the real one does, once for each set of arguments.
 """
@@ -35,11 +36,21 @@ _FOR_SYMBOLS_ONLY = frozenset(
 )
 """Operators that torch treats apart for symbolic sizes, or for several devices: neither is met here."""
 
-_USUAL, _VIEW, _FRESH, _WRITES = range(4)
+_CONSTRUCTORS = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.new_empty.default,
+        _aten.ones_like.default,
+        _aten.zeros.default,
+        _aten.zeros_like.default,
+    }
+)
+_USUAL, _ASKED, _KNOWN, _NEW = range(4)
 """How an operator is answered."""
 
-_Answer = list[tuple[torch.Size, tuple[int, ...], torch.dtype]] | int
-"""What an operator makes: shape, strides and dtype of each tensor; or the place of the argument that it gives back."""
+_Answer = list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]] | int
+"""What an operator makes: shape, strides, dtype and device of each tensor; or the place of the argument given back."""
 
 
 class ShortFakeMode(FakeTensorMode):
@@ -54,22 +65,25 @@ class ShortFakeMode(FakeTensorMode):
         way = self._way_of.get(func)
         if way is None:
             way = self._way_of[func] = _way(func)
-        device = None if way == _USUAL else self._common_device(args, kwargs)
-        if device is None:
+        device = None if way in (_USUAL, _NEW) else self._common_device(args, kwargs)
+        if device is None and way != _NEW:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if way == _VIEW:
+        if way == _ASKED:
             return self._asked(func, args, kwargs, device)
-        key = (func, *_described(args), *(_described(kwargs.items()) if kwargs else ()))
+        key = _key(func, args, kwargs)
         known = self._known.get(key)
         if known is None:
-            result = self._asked(func, args, kwargs, device)
+            if device is None:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+            else:
+                result = self._asked(func, args, kwargs, device)
             answer = _answer(result, args, kwargs)
-            if answer is not None and key == (func, *_described(args), *(_described(kwargs.items()) if kwargs else ())):
+            if answer is not None and key == _key(func, args, kwargs):
                 self._known[key] = answer
             return result
         if isinstance(known, int):
             return _given(args, kwargs)[known]
-        made = [FakeTensor(self, _empty(*each), device) for each in known]
+        made = [FakeTensor(self, _empty(*each), each[-1]) for each in known]
         return made[0] if len(made) == 1 else tuple(made)
 
     def _common_device(self, args: Any, kwargs: Any) -> torch.device | None:
@@ -78,7 +92,7 @@ class ShortFakeMode(FakeTensorMode):
             return None
         found: torch.device | None = None
         for value in _leaves((args, tuple(kwargs.values())) if kwargs else args):
-            if type(value) is not FakeTensor or value.fake_mode is not self or False:
+            if type(value) is not FakeTensor or value.fake_mode is not self or value.constant is not None:
                 return None
             if found is None:
                 found = value.fake_device
@@ -86,13 +100,13 @@ class ShortFakeMode(FakeTensorMode):
                 return None
         return found
 
-    def _asked(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+    def _asked(self, func: Any, args: Any, kwargs: Any, device: torch.device | None) -> Any:
         """The answer of the kernel for the meta device."""
         with in_kernel_invocation_manager(self):
             result = func(*args, **(kwargs or {}))
         return self._wrapped(result, device)
 
-    def _wrapped(self, result: Any, device: torch.device) -> Any:
+    def _wrapped(self, result: Any, device: torch.device | None) -> Any:
         """New tensors as fake ones; a tensor that was given in is given back."""
         if isinstance(result, torch.Tensor):
             return result if type(result) is FakeTensor else FakeTensor(self, result, device)
@@ -103,19 +117,21 @@ class ShortFakeMode(FakeTensorMode):
 
 def _way(func: Any) -> int:
     """How an operator may be answered, by its schema and by what torch knows of it."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+    if func in _CONSTRUCTORS:
+        return _NEW
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "c10d"):
         return _USUAL
-    if func not in _FOR_SYMBOLS_ONLY:
-        if any(matters(func) for matters, _ in fake_impls.op_implementations_checks):
-            return _USUAL
-        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "Meta"):
-            return _USUAL
-    schema = func._schema
-    if any(argument.is_write for argument in schema.arguments):
-        return _WRITES
-    if any(returned.alias_info is not None for returned in schema.returns):
-        return _VIEW
-    return _FRESH
+    if func not in _FOR_SYMBOLS_ONLY and any(matters(func) for matters, _ in fake_impls.op_implementations_checks):
+        return _USUAL
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "Meta"):
+        return _USUAL
+    writes = any(argument.is_write for argument in func._schema.arguments)
+    views = not writes and any(returned.alias_info is not None for returned in func._schema.returns)
+    return _ASKED if views or func.namespace == "c10d" else _KNOWN
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    return (func, *_described(args), *(_described(kwargs.items()) if kwargs else ()))
 
 
 def _leaves(values: Any) -> Iterator[torch.Tensor]:
@@ -151,11 +167,11 @@ def _answer(result: Any, args: Any, kwargs: Any) -> _Answer | None:
     if not isinstance(made, tuple) or not all(isinstance(each, torch.Tensor) for each in made):
         return None
     old = {each.untyped_storage()._cdata for each in given}
-    answer = [(each.shape, each.stride(), each.dtype) for each in made]
+    answer = [(each.shape, each.stride(), each.dtype, each.device) for each in made]
     own = all(each.untyped_storage()._cdata not in old for each in made)
     sizes = [_empty(*each).untyped_storage().nbytes() for each in answer]
     return answer if own and sizes == [each.untyped_storage().nbytes() for each in made] else None
 
 
-def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, _: torch.device) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
