@@ -78,8 +78,8 @@ def remembered(family: Any, config: Any, plan: Plan, rank: int, steps: int, shor
 
 
 def few(*asked: Any) -> Iterator[Structure]:
-    """Of the structures those on one tensor axis, with one micro-batch; parameters are whole, or split over all."""
-    for each in structures(*asked):
+    """Plain structures on one tensor axis, with one micro-batch; parameters are whole, or split over all."""
+    for each in (each for each in structures(*asked) if each.plain):
         levels = ("replicate", "parameters") if each.tensor == 1 else ("replicate",)
         if each.accumulation == 1 and each.l == 1 and each.level in levels and not each.keep:
             yield each

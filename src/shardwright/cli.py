@@ -190,7 +190,7 @@ def plan(
     level: Annotated[
         str | None, typer.Option(metavar="LEVEL", help=f"Only this way to store parameters: {STORED}.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long structures are priced.")] = 25.0,
+    seconds: Annotated[float, typer.Option(help="How long structures are priced.")] = 20.0,
     min_devices: Annotated[bool, typer.Option("--min-devices", help="On the fewest devices that work.")] = False,
     max_sequence: Annotated[
         bool, typer.Option("--max-sequence", help="For the longest sequence, doubled as often as it fits.")

@@ -28,14 +28,16 @@ one hop.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 from shardwright._errors import InputError
 from shardwright.cluster import Cluster, Link, Links, Measured
 from shardwright.cost.operators import Shape, Work, work_of
-from shardwright.mesh import ranks_along, world_size
+from shardwright.mesh import world_size
 
 BACKENDS = ("gloo", "nccl")
 ITEMSIZE = {
@@ -191,17 +193,23 @@ class Machine:
         unknown = [axis for axis in axes if axis not in self.mesh]
         if unknown:
             raise InputError(f"axes: found {unknown[0]!r}; allowed: the mesh's axes ({', '.join(self.mesh)})")
-        members = ranks_along(0, axes, self.mesh)
-        firsts = ranks_along(0, [axis for axis in self.mesh if axis not in axes], self.mesh)
+        members = self._ranks_along(axes)
+        firsts = self._ranks_along([axis for axis in self.mesh if axis not in axes])
         per_host = self.cluster.devices_per_host
         found = set[Spread]()
-        for first in {first % per_host for first in firsts}:  # whole hosts further on, a group lies alike
-            counts: dict[int, int] = {}
-            for member in members:
-                host = (first + member) // per_host
-                counts[host] = counts.get(host, 0) + 1
-            found.add(Spread(len(members), len(counts), min(counts.values()), max(counts.values())))
+        for first in np.unique(firsts % per_host):  # whole hosts further on, a group lies alike
+            counts = np.unique((members + first) // per_host, return_counts=True)[1]
+            found.add(Spread(len(members), len(counts), int(counts.min()), int(counts.max())))
         return max(found, key=lambda spread: (spread.hosts, -spread.fewest, spread.most))
+
+    def _ranks_along(self, axes: Collection[str]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Rank 0's group over ``axes`` (mesh.ranks_along), as an array: a mesh may have many thousand ranks."""
+        found, stride = np.zeros(1, dtype=np.int64), 1
+        for axis, size in reversed(list(self.mesh.items())):
+            if axis in axes:
+                found = (found + stride * np.arange(size)[:, None]).reshape(-1)
+            stride *= size
+        return found
 
     @property
     def _links(self) -> Links:

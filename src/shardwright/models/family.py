@@ -49,6 +49,10 @@ class Family:
     attention_dropout: str = "attention_dropout"
     check: Callable[[Any], None] = nothing_to_check
 
+    def in_attention(self, site: Site) -> bool:
+        """Whether the site is one of a block's attention."""
+        return site.name.startswith(f"{self.blocks}.") and f".{self.attention}." in site.name
+
 
 def refuse(config: Any, name: str, allowed: object) -> None:
     """Raises InputError unless the config's field has the allowed value (or is missing)."""

@@ -19,7 +19,8 @@ from shardwright.planner.space import Mode, Structure
 class Candidate:
     """A structure, what its formulas promise, and, once it was looked at: prices, frame, ways and their choices.
 
-    mix: the fastest within the budget, or None. lean: the one that needs least memory. complete: every mode was priced.
+    mix: the fastest within the budget, or None. lean: the one that needs least memory. tried: modes that were priced
+    (or refused).
     """
 
     structure: Structure
@@ -32,19 +33,25 @@ class Candidate:
     period: int = 1
     mix: Mix | None = None
     lean: Mix | None = None
-    complete: bool = False
+    tried: tuple[Mode, ...] = ()
 
     @property
     def seconds(self) -> float:
         """Of the fastest mix that fits; infinite where none does."""
         return self.mix.seconds if self.mix else float("inf")
 
+    def has(self, modes: Sequence[Mode]) -> bool:
+        """Whether those of these modes that the structure has were tried."""
+        return all(mode in self.tried for mode in _of(self.structure, modes))
+
     @property
     def bound(self) -> float:
         """Seconds that no plan of the structure within the budget beats, by its prices, or where some are not known by
         its limits.
         """
-        return self.limits.seconds if not self.complete else self.mix.bound if self.mix else float("inf")
+        return (
+            self.limits.seconds if not self.has(self.structure.modes) else self.mix.bound if self.mix else float("inf")
+        )
 
     def blocks(self, mix: Mix) -> list[Choice]:
         """What each block of the model chooses."""
@@ -68,17 +75,52 @@ def told(candidate: Candidate, mix: Mix) -> str:
     )
 
 
+RECOMPUTE = ("none", "block")
+
+Asked = tuple[Candidate, Sequence[Mode]]
+"""A candidate, and the modes in which it is to be priced."""
+
+
 def priced_in(problem: Problem, candidate: Candidate, modes: Sequence[Mode], pool: Executor) -> Candidate:
     """The candidate with the prices of these modes (those that its structure has), alone and recomputed, and solved."""
+    return all_priced(problem, [(candidate, modes)], pool)[0]
+
+
+def all_priced(
+    problem: Problem, asked: Sequence[Asked], pool: Executor, words: Sequence[str] = RECOMPUTE
+) -> list[Candidate]:
+    """The same for several candidates side by side. words: what may be recomputed of a block."""
+    tasks = [_tasks(candidate, modes, words) for candidate, modes in asked]
+    new = [
+        (problem, candidate.structure, *task)
+        for (candidate, _), mine in zip(asked, tasks, strict=True)
+        for task in mine
+    ]
+    prices = pool.map(_priced, new)
+    return [
+        _solved(problem, candidate, _of(candidate.structure, modes), [next(prices) for _ in mine])
+        for (candidate, modes), mine in pairs
+    ]
+
+
+def _tasks(candidate: Candidate, modes: Sequence[Mode], words: Sequence[str]) -> list[tuple[Mode, str]]:
+    """(mode, recomputation) that are not priced yet. What is recomputed keeps no gathered input."""
+    known = {(each.price.mode, each.price.recompute) for each in candidate.prices}
     structure = candidate.structure
-    chosen = [mode for mode in structure.modes if mode in modes] or list(structure.modes)
-    tasks = [(mode, "none") for mode in chosen]
-    tasks += [(mode, "block") for mode in chosen if mode.save_x == "shard" or structure.tensor == 1]
-    known = {(each.price.mode, each.price.recompute): each for each in candidate.prices}
-    new = [(problem, structure, *task) for task in tasks if task not in known]
-    prices = (*candidate.prices, *(each for each in pool.map(_priced, new) if each is not None))
+    return [
+        (mode, word)
+        for word in words
+        for mode in _of(structure, modes)
+        if (mode, word) not in known and (word == "none" or mode.save_x == "shard" or structure.tensor == 1)
+    ]
+
+
+def _solved(problem: Problem, candidate: Candidate, modes: Sequence[Mode], new: Sequence[Priced | None]) -> Candidate:
+    """The candidate with these prices too, and the mixes that they make."""
+    structure, prices = candidate.structure, (*candidate.prices, *(each for each in new if each is not None))
+    tried = tuple(dict.fromkeys((*candidate.tried, *modes)))
     if not prices:
-        return candidate
+        return replace(candidate, tried=tried)
     frame, period = prices[0].frame, prices[0].period
     units, rest = divmod(problem.config.num_hidden_layers, period)
     if rest:
@@ -90,8 +132,12 @@ def priced_in(problem: Problem, candidate: Candidate, modes: Sequence[Mode], poo
     ways = tuple(way for way, _ in named)
     choices = tuple(choice for _, choice in named)
     mix, lean = fastest(frame, ways, units, problem.memory), leanest(frame, ways, units)
-    complete = candidate.complete or set(structure.modes) <= set(modes)
-    return Candidate(structure, candidate.limits, prices, frame, ways, choices, units, period, mix, lean, complete)
+    return Candidate(structure, candidate.limits, prices, frame, ways, choices, units, period, mix, lean, tried)
+
+
+def _of(structure: Structure, modes: Sequence[Mode]) -> list[Mode]:
+    """Those of the modes that the structure has; where it has none of them, all that it has."""
+    return [mode for mode in structure.modes if mode in modes] or list(structure.modes)
 
 
 def _around(priced: Priced, frame: Frame, units: int) -> Price:

@@ -152,7 +152,7 @@ def composing(
 ) -> Callable[[], Composed]:
     """The same in two parts: what a pool has to rehearse is begun here, and waited for when the answer is called."""
     family, known = family_of(config), {} if known is None else known
-    short = [shortened(run, max(1, plan.in_flight - 1)) for run in runs(kinds(family, config, plan))]
+    short = [shortened(run, max(1, plan.in_flight - 1), units=1) for run in runs(kinds(family, config, plan))]
     few = _few(family, config, plan, short)
     keys = [(ranks.representative, few) for ranks in rank_classes(config, plan)]
     new = [(config, plan, rank, short) for rank, _ in keys if (rank, few) not in known]

@@ -4,6 +4,7 @@ for each structure, most promising first:
     leave it out if its limits say that no plan of it fits, or beats the best one found
     price it in one mode, and solve for the fastest mix within the budget
 then, in what is left of the time, price those that could still win in all their modes, fastest first
+at last, look beside the best one: more chunks, other units in flight, another order of the axes, other grids
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
+from itertools import combinations
 
 from shardwright._errors import InputError
 from shardwright.cost.machine import Machine
 from shardwright.planner.candidate import Candidate, priced_in
-from shardwright.planner.limits import Split, limits, split_of
-from shardwright.planner.price import Floor, floor
+from shardwright.planner.floor import floors_of, joined
+from shardwright.planner.limits import Limits, Split, limits, split_like, split_of
 from shardwright.planner.problem import Problem
-from shardwright.planner.space import MODES, Mode, Structure
+from shardwright.planner.space import CHUNKED, MODES, Mode
 from shardwright.site import Site
 
 FIRST = (Mode("async", "shard"),)
@@ -36,26 +38,40 @@ Tell = Callable[[str], None]
 def candidates_of(problem: Problem) -> list[Candidate]:
     """Every structure with its limits, most promising first. Raises InputError where there is none."""
     base = problem.base
-    found: list[Candidate] = []
-    sizes: dict[str, int] = {}
-    machines: dict[tuple[tuple[str, int], ...], Machine] = {}  # each works out how its groups lie over hosts
-    by_accumulation: dict[int, list[Site]] = {}
-    splits: dict[tuple[tuple[int, int, str], int], Split] = {}
+    stored = base.master_dtype or base.dtype
     blocks = problem.config.num_hidden_layers
+    found: list[Candidate] = []
+    by_accumulation: dict[int, tuple[list[Site], dict[str, int]]] = {}
+    machines: dict[tuple[tuple[str, int], ...], tuple[Machine, Hashable]] = {}
+    splits: dict[Hashable, Split] = {}
+    same: dict[Hashable, Limits] = {}
     for structure in problem.structures():
-        sites = by_accumulation.get(structure.accumulation)
-        if sites is None:
-            sites = by_accumulation[structure.accumulation] = _distinct(problem, structure.accumulation)
-            sizes = {site.name: site.n * site.k for site in sites}
-            if problem.config.tie_word_embeddings:
-                sizes[sites[-1].name] = 0
-        machine = machines.setdefault(tuple(structure.mesh.items()), problem.machine(structure))
-        stored = base.master_dtype or base.dtype
-        key = structure.split, structure.accumulation
-        if key not in splits:
-            splits[key] = split_of(structure, sites, blocks, machine, base.dtype)
-        known = limits(structure, sites, blocks, sizes, splits[key], machine, base.dtype, stored, problem.memory)
-        found.append(Candidate(structure, known))
+        mesh = tuple(structure.mesh.items())
+        if mesh not in machines:
+            machine = problem.machine(structure)
+            machines[mesh] = machine, _spreads(machine)
+        machine, lies = machines[mesh]
+        alike = structure.shared, structure.grids, lies
+        if alike in same and not structure.in_order:
+            continue  # proven: another order of the axes, on which every group lies over the hosts as it does here
+        if alike not in same:
+            accumulation = structure.accumulation
+            if accumulation not in by_accumulation:
+                sites = _distinct(problem, accumulation)
+                sizes = {site.name: site.n * site.k for site in sites}
+                if problem.config.tie_word_embeddings:
+                    sizes[sites[-1].name] = 0
+                by_accumulation[accumulation] = sites, sizes
+            sites, sizes = by_accumulation[accumulation]
+            key = structure.split, structure.feature_axes, accumulation
+            if key not in splits:
+                about = structure, problem.family, sites, blocks, machine
+                usual = splits.get((structure.usual.split, structure.usual.feature_axes, accumulation))
+                splits[key] = split_like(usual, *about) if usual else split_of(*about, base.dtype)
+            same[alike] = limits(
+                structure, sites, blocks, sizes, splits[key], machine, base.dtype, stored, problem.memory
+            )
+        found.append(Candidate(structure, same[alike]))
     if not found and problem.level is not None and any(replace(problem, level=None).structures()):
         raise InputError(
             f"level: found {problem.level!r}; allowed: replicate, where no ranks of the {problem.devices} split tokens"
@@ -66,6 +82,13 @@ def candidates_of(problem: Problem) -> list[Candidate]:
             "that are left when features are split as the heads allow"
         )
     return sorted(found, key=_promise)
+
+
+def _spreads(machine: Machine) -> Hashable:
+    """How the groups over each set of axes lie over the hosts, whatever the order of the axes."""
+    axes = sorted(machine.mesh)
+    sets = (each for size in range(1, len(axes) + 1) for each in combinations(axes, size))
+    return tuple(machine.spread(tuple(axis for axis in machine.mesh if axis in each)) for each in sets)
 
 
 def _distinct(problem: Problem, accumulation: int) -> list[Site]:
@@ -99,55 +122,34 @@ def explore(
             looked_at.append(priced)
             best = min(best, priced.seconds)
     looked_at.sort(key=lambda each: each.seconds)
-    for number, candidate in enumerate(looked_at):  # in modes that were left out they may be faster
-        if not candidate.complete and candidate.limits.seconds < best and time.monotonic() <= until:
-            tell(f"{candidate.structure.name}: all modes")
-            looked_at[number] = candidate = priced_in(problem, candidate, MODES, pool)
-            best = min(best, candidate.seconds)
+    for modes in (MODES, MODES + CHUNKED):  # in modes that were left out they may be faster
+        for number, candidate in enumerate(looked_at):
+            if not candidate.has(modes) and candidate.limits.seconds < best and time.monotonic() <= until:
+                tell(f"{candidate.structure.name}: {len(modes)} modes")
+                looked_at[number] = candidate = priced_in(problem, candidate, modes, pool)
+                best = min(best, candidate.seconds)
     return looked_at, [each for each in left if each.limits.seconds < best]
 
 
 def _with_floors(
     problem: Problem, candidates: Sequence[Candidate], pool: Executor, until: float, tell: Tell
 ) -> list[Candidate]:
-    """Candidates with what their operators take and save at least, most promising first, without those refused.
+    """Candidates with what their operators take and save at least, plain ones first, most promising first.
 
-    The level and the axes that split storage change no operator but the optimizer's; more micro-batches cut the same
-    work into smaller operators, which take no less. So one micro-batch in blocking mode, parameters whole, shows a
-    bound for all structures that split features alike.
+    Those that the runtime refuses are left out.
     """
-    if time.monotonic() >= until:
-        return list(candidates)
-    kinds = {each.structure.split: each.structure for each in reversed(candidates)}
-    guesses = {kind: min(_promise(each) for each in candidates if each.structure.split == kind) for kind in kinds}
-    tasks = {
-        kind: pool.submit(_floor, (problem, kinds[kind])) for kind in sorted(kinds, key=lambda kind: guesses[kind])
-    }
-    floors: dict[tuple[int, int, str], Floor | None] = {}
-    for kind, task in tasks.items():
-        if time.monotonic() < until or task.done():
-            tell(f"floor {len(floors) + 1} of {len(tasks)}")
-            floors[kind] = task.result()
-        else:
-            task.cancel()
-    blocks = problem.config.num_hidden_layers
+    promising = [each.structure for each in sorted(candidates, key=_promise)]
+    floors = floors_of(problem, promising, pool, until, tell) if time.monotonic() < until else {}
     found = []
     for each in candidates:
         kind = each.structure.split
-        if kind not in floors:
-            found.append(each)
-        elif (floor := floors[kind]) is not None:
-            above = each.limits.above(floor, blocks // floor.period, each.structure.accumulation, problem.memory)
+        floor = floors.get(kind) if kind in floors else joined(kind, floors)
+        if floor is not None:
+            above = each.limits.above(floor, each.structure.accumulation, problem.memory)
             found.append(replace(each, limits=above))
-    return _by_kind(sorted(found, key=_promise))
-
-
-def _by_kind(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first of each kind in their order, then the others: the guess is surer within a kind than between kinds."""
-    firsts: dict[tuple[int, int, str], Structure] = {}
-    for each in candidates:
-        firsts.setdefault(each.structure.split, each.structure)
-    return sorted(candidates, key=lambda each: firsts[each.structure.split] != each.structure)  # a stable sort
+        elif kind not in floors:
+            found.append(each)
+    return sorted(found, key=lambda each: (not each.structure.plain, _promise(each)))
 
 
 def _promise(candidate: Candidate) -> tuple[float, int]:
@@ -161,15 +163,19 @@ def leaner(
     """Where nothing fits yet: those that were priced, now with any that may need less than the leanest, in all modes.
 
     The one with the lowest limit is priced whatever the time; of others the number is told for which there was none.
+    More units in flight never need less, nor do more chunks than are needed.
     """
     found = {each.structure: each for each in looked_at}
     unseen = 0
-    for number, candidate in enumerate(sorted(candidates, key=lambda each: each.limits.memory)):
+    least_in_flight = [
+        each for each in candidates if each.structure.in_flight == 1 or each.structure.level != "parameters"
+    ]
+    for number, candidate in enumerate(sorted(least_in_flight, key=lambda each: each.limits.memory)):
         known = found.get(candidate.structure, candidate)
         least = min((each.lean.peak for each in found.values() if each.lean), default=2**63)
         if candidate.limits.memory >= least:
             break
-        if known.complete:
+        if known.has(MODES):
             continue
         if number and time.monotonic() > until:
             unseen += 1
@@ -178,21 +184,6 @@ def leaner(
         if priced.frame is not None:
             found[candidate.structure] = priced
     return list(found.values()), unseen
-
-
-def _floor(task: tuple[Problem, Structure]) -> Floor | None:
-    """The floor of all structures that split features like this one, in a process of the pool; None where the runtime
-    refuses the layout.
-    """
-    problem, structure = task
-    ranks = structure.replica * structure.data
-    probe = replace(structure, replica=1, data=ranks, level="replicate", keep=False, accumulation=1)
-    leanest = Mode("blocking", "shard")
-    plan = problem.plan(probe, [(leanest, leanest, "none")] * problem.config.num_hidden_layers)
-    try:
-        return floor(problem.family, problem.config, plan, problem.machine(probe))
-    except InputError:
-        return None
 
 
 def rehearsing(workers: int | None) -> ProcessPoolExecutor:

@@ -7,13 +7,15 @@ rehearsal has told what a block saves and takes (``price.floor``), blocks whose 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.cost import site_volume
 from shardwright.cost.machine import ITEMSIZE, Machine
 from shardwright.cost.place import Here
-from shardwright.planner.price import Floor
+from shardwright.layout import GridLayout
+from shardwright.models import Family
+from shardwright.planner.floor import Floor
 from shardwright.planner.space import Mode, Structure
 from shardwright.site import Site
 
@@ -40,12 +42,13 @@ class Limits:
         """Seconds that a likely plan takes."""
         return self.seconds + self.beyond + self.recomputed
 
-    def above(self, floor: Floor, units: int, accumulation: int, budget: int) -> Limits:
-        """The limits, now that a rehearsal told what ``units`` units of blocks take and save.
+    def above(self, floor: Floor, accumulation: int, budget: int) -> Limits:
+        """The limits, now that a rehearsal told what units of blocks take and save.
 
         What is alive when backward begins: ``memory``, and what the blocks save beyond their inputs that are not
         recomputed. So at least so many are that the others' has room, and each of them runs its forward again.
         """
+        units = floor.units
         more = floor.saved // accumulation - self.inputs // units
         lacking = self.memory + units * more - budget
         recomputed = min(units, -(-lacking // more)) if more > 0 and lacking > 0 else 0
@@ -55,7 +58,7 @@ class Limits:
 @dataclass(frozen=True)
 class Split:
     """What splitting features alone decides, in seconds of one micro-batch: products, what their axes move, each
-    axis's share of it. It is the same for all structures of one ``Structure.split``.
+    axis's share of it. It is the same for all structures of one ``Structure.split`` and one order of the axes.
     """
 
     products: float
@@ -63,20 +66,15 @@ class Split:
     busy: Mapping[str, float]
 
 
-def split_of(structure: Structure, sites: Sequence[Site], blocks: int, machine: Machine, dtype: str) -> Split:
+def split_of(
+    structure: Structure, family: Family, sites: Sequence[Site], blocks: int, machine: Machine, dtype: str
+) -> Split:
     """sites: of one micro-batch: the embedding, those of one block, the head."""
     mesh, element = structure.mesh, ITEMSIZE[dtype]
     place = dict.fromkeys(mesh, 0)
-    here = Here(mesh, place)
-    products = features = 0.0
+    features = 0.0
     busy: dict[str, float] = {}
-    for site in sites:
-        times = blocks if site not in (sites[0], sites[-1]) else 1
-        layout = structure.layout(site, KEEP)
-        if site is not sites[0]:  # an embedding multiplies nothing
-            rows, k = here.cut(site.m, layout.m), here.cut(site.k, layout.k)
-            columns = [here.cut(linear.n, layout.n) for linear in site.linears]
-            products += times * 3 * sum(machine.product(rows, n, k) for n in columns)
+    for site, layout, times in _laid_out(structure, family, sites, blocks):
         volume = site_volume(site, layout, mesh, place, element=element, backend=machine.backend)
         for move in (*volume.forward, *volume.backward):
             if not set(move.axes) & set(structure.token_axes):
@@ -85,7 +83,37 @@ def split_of(structure: Structure, sites: Sequence[Site], blocks: int, machine: 
                 features += seconds
                 for axis in move.axes:
                     busy[axis] = busy.get(axis, 0.0) + seconds
-    return Split(products, features, busy)
+    return Split(_products(structure, family, sites, blocks, machine), features, busy)
+
+
+def split_like(
+    usual: Split, structure: Structure, family: Family, sites: Sequence[Site], blocks: int, machine: Machine
+) -> Split:
+    """The same of a variant, in less time: what its axes move is guessed to be what its usual structure moves, and is
+    nothing for a limit.
+    """
+    return Split(_products(structure, family, sites, blocks, machine), usual.features, {})
+
+
+def _products(structure: Structure, family: Family, sites: Sequence[Site], blocks: int, machine: Machine) -> float:
+    """Seconds of the products of one micro-batch, both passes."""
+    here, seconds = Here(structure.mesh, dict.fromkeys(structure.mesh, 0)), 0.0
+    for site, layout, times in _laid_out(structure, family, sites, blocks):
+        if site is not sites[0]:  # an embedding multiplies nothing
+            rows, k = here.cut(site.m, layout.m), here.cut(site.k, layout.k)
+            seconds += (
+                times * 3 * sum(machine.product(rows, here.cut(linear.n, layout.n), k) for linear in site.linears)
+            )
+    return seconds
+
+
+def _laid_out(
+    structure: Structure, family: Family, sites: Sequence[Site], blocks: int
+) -> Iterator[tuple[Site, GridLayout, int]]:
+    """(site, its layout with X kept, how often the model has it)."""
+    for site in sites:
+        times = 1 if site is sites[0] or site is sites[-1] else blocks
+        yield site, structure.layout(site, KEEP, family.in_attention(site)), times
 
 
 def limits(

@@ -7,23 +7,19 @@ timeline of step 2 (in step 1 the order of gathers is not known yet). Everything
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright._plan import Plan
 from shardwright.cost.machine import Machine
-from shardwright.cost.place import Here
 from shardwright.models import Family
 from shardwright.planner.compose import Unit
 from shardwright.planner.pieces import Piece, cut
 from shardwright.planner.solve import Frame, Way
 from shardwright.planner.space import Mode
 from shardwright.planner.stretch import kinds, rehearse_few, runs, shortened
-from shardwright.site import Site
-from shardwright.trace import Op, Trace
+from shardwright.trace import Trace
 from shardwright.trace.timeline import timeline
 
 
@@ -172,63 +168,6 @@ def _price_of(
     )
     more = again * sum(seconds[p.first] for p in pieces if p.step == 2 and p.micro == last - 1 and p.phase != "step")
     return one, clock.seconds + more
-
-
-@dataclass(frozen=True)
-class Floor:
-    """What every plan needs whose structure splits features alike, whatever its level, its modes, its micro-batches.
-
-    seconds: of a step's operators, the optimizer's excepted: no communication, no waiting, nothing recomputed.
-    again: of the forward operators of one unit of blocks, in all micro-batches: what recomputing it adds. saved: bytes
-    that a unit of blocks which is not recomputed saves for the backward of a micro-batch that is the whole batch.
-    period: blocks of a unit.
-    """
-
-    seconds: float
-    again: float
-    saved: int
-    period: int
-
-
-SMALL_VOCABULARY = 64
-"""Classes a rank of those that split the vocabulary, where the loss is not what is asked about."""
-
-
-def floor(family: Family, config: Any, plan: Plan, machine: Machine) -> Floor:
-    """The floor of a plan's structure. The plan's blocks go one way, with one micro-batch and nothing recomputed.
-
-    One step of two units of like blocks is rehearsed, the second one counts for all that are left out; the vocabulary
-    is a small one, and the head's products are priced by their formula.
-    """
-    run = runs(kinds(family, config, plan))[0]
-    kept = min(2 * run.period, run.length)
-    head = family.sites(config, plan.batch * plan.sequence)[-1]
-    ranks = math.prod(plan.mesh[axis] for axis in plan.layout_for(head).n + plan.layout_for(head).k)
-    small = copy.deepcopy(config)
-    small.vocab_size, small.pad_token_id = min(config.vocab_size, SMALL_VOCABULARY * ranks), None
-    trace = rehearse_few(family, small, plan, 0, 1, [replace(run, kept=kept, radius=0)])
-    seconds = _head(head, plan, machine)
-    blocks = range(kept - run.period, kept)
-    second = tuple(f"{family.blocks}.{block}." for block in blocks)
-    once_more = again = 0.0
-    of_head = {linear.name for linear in head.linears}
-    for event in trace.events:
-        if isinstance(event, Op) and event.phase != "step" and event.module not in of_head:
-            needed = machine.operator(event.name, event.shapes)
-            seconds += needed
-            if event.module.startswith(second):
-                once_more += needed
-                again += needed if event.phase == "forward" else 0.0
-    pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])
-    saved = sum(piece.saved for piece in pieces if piece.block in blocks and piece.phase == "forward")
-    return Floor(seconds + (run.length - kept) // run.period * once_more, again, saved, run.period)
-
-
-def _head(head: Site, plan: Plan, machine: Machine) -> float:
-    """Seconds of the head's three products on one rank."""
-    layout, here = plan.layout_for(head), Here(plan.mesh, dict.fromkeys(plan.mesh, 0))
-    n, k = sum(here.cut(linear.n, layout.n) for linear in head.linears), here.cut(head.k, layout.k)
-    return 3 * machine.product(here.cut(head.m, layout.m), n, k)
 
 
 def _at(at: Sequence[float], end: float, index: int) -> float:

@@ -76,8 +76,8 @@ def plan_of(
     for site in sites:
         number = _block(site.name, family.blocks)
         attention, mlp, _ = choices[number] if number is not None else choices[0 if site is sites[0] else -1]
-        inside = number is not None and f".{family.attention}." in site.name
-        layout = structure.layout(site, attention if inside else mlp)
+        inside = family.in_attention(site)
+        layout = structure.layout(site, attention if inside else mlp, inside)
         if number is None:
             layouts[site.name] = layout
         else:
@@ -91,6 +91,7 @@ def plan_of(
         accumulation=structure.accumulation,
         layouts=layouts,
         params={"*": structure.params},
+        in_flight=structure.in_flight,
         recompute=_recomputed(family.blocks, recompute),
     )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from shardwright._errors import DoesNotFit
 from shardwright._files import format_bytes
 from shardwright._plan import Plan
+from shardwright.planner.beside import improved
 from shardwright.planner.candidate import Candidate, priced_in, told
 from shardwright.planner.certify import Certificate, Expected, certifying
 from shardwright.planner.compose import Composed, Known, composed_of, composing
@@ -27,7 +28,7 @@ from shardwright.planner.space import MODES
 ATTEMPTS = 6
 """How often a mix that is over the budget to the byte is solved again."""
 
-SECONDS = 25.0
+SECONDS = 20.0
 """How long structures are priced, unless more is asked for."""
 
 
@@ -84,7 +85,7 @@ def search(
 
 
 def _priced(problem: Problem, pool: Executor, until: float, tell: Tell) -> tuple[list[Candidate], list[Candidate]]:
-    """(candidates that were priced, fastest first, the fastest in all modes; those that were not)."""
+    """(candidates that were priced, fastest first, the fastest in more modes than others; those that were not)."""
     candidates = candidates_of(problem)
     looked_at, left = explore(problem, candidates, pool, until, tell)
     if not any(candidate.mix for candidate in looked_at):
@@ -93,11 +94,13 @@ def _priced(problem: Problem, pool: Executor, until: float, tell: Tell) -> tuple
         left = [each for each in left if each.structure not in seen]
         if not any(candidate.mix for candidate in looked_at):
             raise DoesNotFit(_least(problem, looked_at, unseen, pool))
-    fitting = [candidate for candidate in looked_at if candidate.mix]
-    best = min(fitting, key=lambda each: each.seconds)
+    best = min((candidate for candidate in looked_at if candidate.mix), key=lambda each: each.seconds)
+    others = [each for each in looked_at if each is not best]
     tell(f"{best.structure.name}: all modes")
-    looked_at = [priced_in(problem, best, MODES, pool), *(each for each in looked_at if each is not best)]
-    return sorted(looked_at, key=lambda each: each.seconds), left
+    beside = improved(problem, priced_in(problem, best, MODES, pool), left, pool, tell)
+    seen = {each.structure for each in beside}
+    looked_at = sorted([*beside, *others], key=lambda each: each.seconds)
+    return looked_at, [each for each in left if each.structure not in seen]
 
 
 Settled = tuple[Mix, Composed, Plan, Callable[[Expected], Certificate]]

@@ -5,16 +5,22 @@ is what a block (or its attention, or its MLP) may choose by itself.
 
 | of a structure | candidates                                                                                          |
 |----------------|-----------------------------------------------------------------------------------------------------|
-| mesh           | replica × data × (tensor, or j × l): every way to write the number of devices so; tensor fastest    |
+| mesh           | replica × data × (tensor, or j × l): every way to write the number of devices so; features fastest  |
+| order          | replica before data, j before l, or the other way round                                             |
+| grids          | on j × l, for attention and MLP each: the grid, or flat: both axes as one                           |
 | stream         | tokens split over tensor (gather and scatter), or whole there (all-reduce)                          |
 | level          | replicate, optimizer, gradients, parameters, and parameters kept from forward to backward           |
+| in flight      | 2 gathered units at once, or 1, or 3, where weights are gathered                                    |
 | micro-batches  | the batch in 1, 2, 4, … equal parts                                                                 |
 
 | of a mode      | candidates                                                                                          |
 |----------------|-----------------------------------------------------------------------------------------------------|
 | overlap        | blocking, async, ring                                                                               |
+| chunks         | the least that the overlap needs; async in 2 or 4, ring in 2                                        |
 | save_x         | the shard, or the gathered input                                                                    |
 | recompute      | none, or the whole block                                                                            |
+
+A structure is *plain* where its order is the first, its grids are grids, and 2 units are in flight.
 """
 
 from __future__ import annotations
@@ -40,20 +46,37 @@ LEVELS = (("replicate", False), ("optimizer", False), ("gradients", False), ("pa
 """(level, keep)."""
 
 
+IN_FLIGHT = (2, 1, 3)
+"""How many units may be gathered at once, the usual number first."""
+
+GRIDS = (("grid", "grid"), ("flat", "grid"), ("grid", "flat"))
+"""(attention's, the MLP's) grid on j × l; both flat is one tensor axis."""
+
+
 @dataclass(frozen=True)
 class Mode:
-    """How a site overlaps, and what its backward keeps of X."""
+    """How a site overlaps, in how many chunks (0: as few as can be), and what its backward keeps of X."""
 
     overlap: str = "blocking"
     save_x: str = "shard"
+    chunks: int = 0
 
     @property
     def name(self) -> str:
-        """``async, shard``."""
-        return f"{self.overlap}, {self.save_x}"
+        """``async, shard``, ``ring in 2 chunks, shard``."""
+        chunks = f" in {self.chunks} chunks" if self.chunks else ""
+        return f"{self.overlap}{chunks}, {self.save_x}"
 
 
 MODES = tuple(Mode(overlap, save_x) for save_x in ("gathered", "shard") for overlap in ("blocking", "async", "ring"))
+"""The modes that are priced first."""
+
+CHUNKED = tuple(
+    Mode(overlap, save_x, chunks)
+    for save_x in ("gathered", "shard")
+    for overlap, chunks in (("async", 2), ("async", 4), ("ring", 2))
+)
+"""Those in more chunks."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +84,9 @@ class Structure:
     """What all blocks of a plan share.
 
     replica, data: ranks that split tokens; storage is split over ``data`` only. j, l: ranks that split features; l = 1
-    is one tensor axis. stream: ``split`` or ``whole`` over it. accumulation: micro-batches of a step.
+    is one tensor axis. stream: ``split`` or ``whole`` over it. accumulation: micro-batches of a step. grids: what
+    attention and the MLP do on j × l (GRIDS). in_flight: units gathered at once. data_first, l_first: the order of the
+    mesh's axes where it is not the usual one.
     """
 
     replica: int
@@ -72,18 +97,68 @@ class Structure:
     level: str
     keep: bool
     accumulation: int
+    grids: tuple[str, str] = GRIDS[0]
+    in_flight: int = IN_FLIGHT[0]
+    data_first: bool = False
+    l_first: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:
         """Axes in mesh order, the last fastest."""
-        axes = {"replica": self.replica} if self.replica > 1 else {}
-        axes |= {"data": self.data}
-        return axes | ({"j": self.j, "l": self.l} if self.l > 1 else {"tensor": self.j})
+        sizes = {"replica": self.replica, "data": self.data, "tensor": self.j, "j": self.j, "l": self.l}
+        return {axis: sizes[axis] for axis in self.token_axes + self.feature_axes}
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Axes that split tokens everywhere."""
-        return ("replica", "data") if self.replica > 1 else ("data",)
+        """Axes that split tokens everywhere, in mesh order."""
+        if self.replica == 1:
+            return ("data",)
+        return ("data", "replica") if self.data_first else ("replica", "data")
+
+    @property
+    def feature_axes(self) -> tuple[str, ...]:
+        """Axes that split features, in mesh order."""
+        if self.l == 1:
+            return ("tensor",)
+        return ("l", "j") if self.l_first else ("j", "l")
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is what is looked at before its variants."""
+        return self == self.usual
+
+    @property
+    def usual(self) -> Structure:
+        """The plain structure that this one is a variant of."""
+        return replace(self, grids=GRIDS[0], in_flight=IN_FLIGHT[0], data_first=False, l_first=False)
+
+    @property
+    def shared(self) -> tuple[object, ...]:
+        """What it has in common with its variants."""
+        return (
+            self.replica, self.data, self.j, self.l, self.stream, self.level, self.keep, self.accumulation,
+        )  # fmt: skip
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the mesh's axes have their usual order."""
+        return not (self.data_first or self.l_first)
+
+    def differs(self, other: Structure) -> int:
+        """In how many things beside the usual ones."""
+        names = ("grids", "in_flight", "data_first", "l_first")
+        return sum(getattr(self, name) != getattr(other, name) for name in names)
+
+    @property
+    def variants(self) -> Iterator[Structure]:
+        """The other structures of the same ``usual`` one."""
+        for data_first in (False, True) if self.replica > 1 else (False,):
+            for l_first in (False, True) if self.l > 1 else (False,):
+                for grids in GRIDS if self.l > 1 else GRIDS[:1]:
+                    for in_flight in IN_FLIGHT if self.level == "parameters" else IN_FLIGHT[:1]:
+                        other = replace(self, grids=grids, in_flight=in_flight, data_first=data_first, l_first=l_first)
+                        if other != self:
+                            yield other
 
     @property
     def tensor(self) -> int:
@@ -91,9 +166,9 @@ class Structure:
         return self.j * self.l
 
     @property
-    def split(self) -> tuple[int, int, str]:
-        """How features are split: j, l, and what the residual stream does over them."""
-        return self.j, self.l, self.stream
+    def split(self) -> tuple[int, int, str, tuple[str, str]]:
+        """How features are split: j, l, what the residual stream does over them, and the grids."""
+        return self.j, self.l, self.stream, self.grids
 
     @property
     def name(self) -> str:
@@ -102,7 +177,10 @@ class Structure:
         kept = " kept" if self.keep else ""
         batches = f", {self.accumulation} micro-batches" if self.accumulation > 1 else ""
         stream = ", all-reduce" if self.stream == "whole" else ""
-        return f"{mesh}: {self.level}{kept}{stream}{batches}"
+        parts = zip(("attention", "MLP"), self.grids, strict=True)
+        flat = "".join(f", {part} flat" for part, grid in parts if grid == "flat")
+        flight = f", {self.in_flight} in flight" if self.in_flight != IN_FLIGHT[0] else ""
+        return f"{mesh}: {self.level}{kept}{flight}{stream}{flat}{batches}"
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -110,8 +188,8 @@ class Structure:
         if self.tensor == 1:
             return MODES[:1]
         if self.stream == "whole":
-            return tuple(mode for mode in MODES if mode.save_x == "shard" and mode.overlap != "ring")
-        return MODES
+            return tuple(mode for mode in MODES + CHUNKED if mode.save_x == "shard" and mode.overlap != "ring")
+        return MODES + CHUNKED
 
     @property
     def params(self) -> Any:
@@ -121,19 +199,22 @@ class Structure:
         stored = {"level": self.level, "axes": ["data"]}
         return stored | ({"keep": True} if self.keep else {})
 
-    def layout(self, site: Site, mode: Mode) -> GridLayout:
-        """The layout of a site: consecutive sites swap the roles of j and l."""
+    def layout(self, site: Site, mode: Mode, attention: bool = False) -> GridLayout:
+        """The layout of a site, of attention or not: consecutive sites swap the roles of j and l."""
         if self.tensor == 1:
             return GridLayout(m=self.token_axes)
-        first, second = (("tensor",), ()) if self.l == 1 else (("j",), ("l",))
+        first: tuple[str, ...] = self.feature_axes
+        second: tuple[str, ...] = ()
+        if self.l > 1 and self.grids[0 if attention else 1] == "grid":
+            first, second = ("j",), ("l",)
         n, k = (first, second) if site.kind == "column" else (second, first)
         word = "sharded" if self.stream == "split" else "replicated"
-        layout = GridLayout(m=self.token_axes, n=n, k=k, x=word, y=word, overlap=mode.overlap)
+        layout = GridLayout(m=self.token_axes, n=n, k=k, x=word, y=word, overlap=mode.overlap, chunks=mode.chunks)
         return replace(layout, save_x=mode.save_x) if word == "sharded" and n else layout
 
 
 def structures(family: Family, config: Any, devices: int, batch: int, sequence: int) -> Iterator[Structure]:
-    """Every structure that the model's heads and the batch allow, on all ``devices``.
+    """Every structure that the model's heads and the batch allow, on all ``devices``, plain ones and variants.
 
     batch: sequences of a step over the whole mesh; a rank that splits tokens takes whole sequences.
     """
@@ -143,12 +224,16 @@ def structures(family: Family, config: Any, devices: int, batch: int, sequence: 
             continue
         for stream in ("split", "whole") if j * l > 1 else ("split",):
             probe = Structure(1, ranks, j, l, stream, "replicate", False, 1)
-            if not _allowed(probe, family, config, batch * sequence):
-                continue
+            allowed = {
+                grids
+                for grids in (GRIDS if l > 1 else GRIDS[:1])
+                if _allowed(replace(probe, grids=grids), family, config, batch * sequence)
+            }
             for accumulation in _accumulations(batch // ranks):
                 for level, keep in LEVELS if ranks > 1 else LEVELS[:1]:
                     for data in _storage(ranks) if level != "replicate" else (ranks,):
-                        yield Structure(ranks // data, data, j, l, stream, level, keep, accumulation)
+                        plain = Structure(ranks // data, data, j, l, stream, level, keep, accumulation)
+                        yield from (each for each in (plain, *plain.variants) if each.grids in allowed)
 
 
 def _tensor_axes(devices: int) -> Iterator[tuple[int, int]]:
@@ -181,7 +266,7 @@ def _allowed(structure: Structure, family: Family, config: Any, tokens: int) -> 
     """Whether heads divide and edges join. Blocks have sites of the same sizes, so two of them tell."""
     mesh = structure.mesh
     sites = family.sites(of_blocks(config, range(min(2, config.num_hidden_layers))), tokens)
-    layouts = {site.name: structure.layout(site, MODES[0]) for site in sites}
+    layouts = {site.name: structure.layout(site, MODES[0], family.in_attention(site)) for site in sites}
     try:
         for site in sites:
             check_divides(site, layouts[site.name], mesh)

@@ -1,0 +1,162 @@
+"""What no plan of a structure can do without, by a short rehearsal: seconds of operators, bytes that a block saves.
+
+One step of two units of blocks is rehearsed in blocking mode, with a small vocabulary. No level, no mode, no number of
+micro-batches needs fewer or smaller operators, so one rehearsal bounds every structure that splits features alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwright._errors import InputError
+from shardwright._plan import Plan
+from shardwright.cost.machine import Machine
+from shardwright.cost.place import Here
+from shardwright.models import Family
+from shardwright.planner.pieces import cut
+from shardwright.planner.problem import Problem
+from shardwright.planner.space import GRIDS, Mode, Structure
+from shardwright.planner.stretch import kinds, rehearse_few, runs
+from shardwright.site import Site
+from shardwright.trace import Op
+
+Kind = tuple[int, int, str, tuple[str, str]]
+"""``Structure.split``."""
+
+
+@dataclass(frozen=True)
+class FloorOfPart:
+    """Of a unit's attention, or MLP, in all micro-batches together: seconds of its operators, those of its forward
+    alone, and bytes that it saves for its backward.
+    """
+
+    seconds: float
+    forward: float
+    saved: int
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What every plan needs whose structure splits features alike, whatever its level, its modes, its micro-batches.
+
+    frame: seconds of a step's operators outside of the blocks, the optimizer's excepted. No communication, no waiting,
+    nothing recomputed. units: of blocks, each of the two ``parts`` (attention, MLP).
+    """
+
+    frame: float
+    units: int
+    parts: tuple[FloorOfPart, FloorOfPart]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.frame + self.units * sum(part.seconds for part in self.parts)
+
+    @property
+    def again(self) -> float:
+        """Seconds that recomputing a unit adds."""
+        return sum(part.forward for part in self.parts)
+
+    @property
+    def saved(self) -> int:
+        """Bytes that a unit saves which is not recomputed."""
+        return sum(part.saved for part in self.parts)
+
+    def with_mlp_of(self, other: Floor) -> Floor:
+        """The floor where attention is split as here, and the MLP as there: what lies between them is left out."""
+        return Floor(min(self.frame, other.frame), self.units, (self.parts[0], other.parts[1]))
+
+
+SMALL_VOCABULARY = 64
+"""Classes a rank of those that split the vocabulary, where the loss is not what is asked about."""
+
+
+def floor(family: Family, config: Any, plan: Plan, machine: Machine) -> Floor:
+    """The floor of a plan's structure. The plan's blocks go one way, with one micro-batch and nothing recomputed.
+
+    One step of two units of like blocks is rehearsed, the second one counts for all that are left out; the vocabulary
+    is a small one, and the head's products are priced by their formula.
+    """
+    run = runs(kinds(family, config, plan))[0]
+    kept = min(2 * run.period, run.length)
+    head = family.sites(config, plan.batch * plan.sequence)[-1]
+    ranks = math.prod(plan.mesh[axis] for axis in plan.layout_for(head).n + plan.layout_for(head).k)
+    small = copy.deepcopy(config)
+    small.vocab_size, small.pad_token_id = min(config.vocab_size, SMALL_VOCABULARY * ranks), None
+    trace = rehearse_few(family, small, plan, 0, 1, [replace(run, kept=kept, radius=0)])
+    of_head = {linear.name for linear in head.linears}
+    frame, second = _head(head, plan, machine), range(kept - run.period, kept)
+    parts = {"attention": FloorOfPart(0.0, 0.0, 0), "mlp": FloorOfPart(0.0, 0.0, 0)}
+    for piece in cut(trace, family.blocks, family.attention, family.block_norms[0]):
+        if piece.phase == "step" or (piece.block is not None and piece.block not in second):
+            continue
+        seconds = sum(
+            machine.operator(event.name, event.shapes)
+            for event in trace.events[piece.first : piece.last]
+            if isinstance(event, Op) and event.module not in of_head
+        )
+        if piece.block is None:
+            frame += seconds
+            continue
+        part, forward = parts[piece.part], piece.phase == "forward"
+        parts[piece.part] = FloorOfPart(
+            part.seconds + seconds,
+            part.forward + (seconds if forward else 0.0),
+            part.saved + (piece.saved if forward else 0),
+        )
+    return Floor(frame, run.length // run.period, (parts["attention"], parts["mlp"]))
+
+
+def _head(head: Site, plan: Plan, machine: Machine) -> float:
+    """Seconds of the head's three products on one rank."""
+    layout, here = plan.layout_for(head), Here(plan.mesh, dict.fromkeys(plan.mesh, 0))
+    n, k = sum(here.cut(linear.n, layout.n) for linear in head.linears), here.cut(head.k, layout.k)
+    return 3 * machine.product(here.cut(head.m, layout.m), n, k)
+
+
+def floors_of(
+    problem: Problem, structures: Iterable[Structure], pool: Executor, until: float, tell: Callable[[str], None]
+) -> dict[Kind, Floor | None]:
+    """How plain structures split features → their floor, the first ones first; None where the runtime refuses it."""
+    probes: dict[Kind, Structure] = {}
+    for structure in structures:
+        if structure.plain:
+            probes.setdefault(structure.split, structure)
+    tasks = {kind: pool.submit(_floor, (problem, probe)) for kind, probe in probes.items()}
+    floors: dict[Kind, Floor | None] = {}
+    for kind, task in tasks.items():
+        if time.monotonic() < until or task.done():
+            tell(f"floor {len(floors) + 1} of {len(tasks)}")
+            floors[kind] = task.result()
+        else:
+            task.cancel()
+    return floors
+
+
+def joined(kind: Kind, floors: Mapping[Kind, Floor | None]) -> Floor | None:
+    """The floor where attention and the MLP have different grids, from those where they have the same."""
+    j, l, stream, grids = kind  # noqa: E741
+    of = {"grid": floors.get((j, l, stream, GRIDS[0])), "flat": floors.get((j * l, 1, stream, GRIDS[0]))}
+    attention, mlp = (of[grid] for grid in grids)
+    return attention.with_mlp_of(mlp) if attention is not None and mlp is not None else None
+
+
+def _floor(task: tuple[Problem, Structure]) -> Floor | None:
+    """The floor of all structures that split features like this one, in a process of the pool; None where the runtime
+    refuses the layout.
+    """
+    problem, structure = task
+    ranks = structure.replica * structure.data
+    probe = replace(structure, replica=1, data=ranks, level="replicate", keep=False, accumulation=1)
+    leanest = Mode("blocking", "shard")
+    plan = problem.plan(probe, [(leanest, leanest, "none")] * problem.config.num_hidden_layers)
+    try:
+        return floor(problem.family, problem.config, plan, problem.machine(probe))
+    except InputError:
+        return None

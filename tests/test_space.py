@@ -1,0 +1,113 @@
+"""What is searched: variants of structures are plans that run as they are priced, and limits hold for them too."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+import shardwright as sw
+from planned import Here, cluster, problem
+from shardwright.planner.beside import improved
+from shardwright.planner.candidate import Candidate, priced_in
+from shardwright.planner.explore import candidates_of
+from shardwright.planner.floor import Floor, FloorOfPart, floors_of, joined
+from shardwright.planner.limits import Limits
+from shardwright.planner.space import CHUNKED, GRIDS, MODES, Mode, Structure
+from shardwright.trace.timeline import timeline
+
+PLAIN = Structure(1, 1, 2, 2, "split", "replicate", False, 1)
+"""Two by two ranks that split features."""
+
+VARIANTS = {
+    "attention flat": dataclasses.replace(PLAIN, grids=("flat", "grid")),
+    "MLP flat, all-reduce": dataclasses.replace(PLAIN, grids=("grid", "flat"), stream="whole"),
+    "l before j": dataclasses.replace(PLAIN, l_first=True),
+    "data before replica": Structure(2, 2, 1, 1, "split", "parameters", False, 1, data_first=True),
+    "one in flight": Structure(1, 2, 2, 1, "split", "parameters", False, 1, in_flight=1),
+    "three in flight": Structure(1, 2, 2, 1, "split", "parameters", False, 1, in_flight=3),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_is_priced_as_it_is_rehearsed(name):
+    asked, structure = problem(cluster()), VARIANTS[name]
+    mode = structure.modes[-1]
+    one = priced_in(asked, Candidate(structure, Limits(0.0, 0, 0, 0.0, 0.0)), [mode], Here())
+    assert one.mix is not None and one.lean is not None
+    plan = asked.plan(structure, one.blocks(one.mix))
+    assert (plan.mesh, plan.in_flight) == (structure.mesh, structure.in_flight)
+    trace = sw.rehearse(asked.config, plan)
+    assert one.mix.peak == trace.peak_bytes
+    assert one.mix.seconds == pytest.approx(timeline(trace, asked.machine(structure), 2).seconds, rel=1e-9)
+
+
+def test_limits_with_floors_hold_for_variants():
+    """Also where attention's floor and the MLP's are of two rehearsals, and where memory asks for recomputed blocks."""
+    asked = problem(cluster(within=1e9, between=1e9))
+    every = {each.structure: each for each in candidates_of(asked)}
+    floors = floors_of(asked, every, Here(), math.inf, lambda line: None)
+    leanest = Mode("blocking", "shard")
+    for name in ("attention flat", "MLP flat, all-reduce", "three in flight"):
+        structure = VARIANTS[name]
+        floor = floors.get(structure.split) or joined(structure.split, floors)
+        assert floor is not None
+        priced = priced_in(asked, every[structure], [leanest], Here())
+        assert priced.lean is not None
+        for budget in (asked.memory, priced.lean.peak):
+            mix, above = priced.within(budget), priced.limits.above(floor, structure.accumulation, budget)
+            assert mix is not None
+            assert every[structure].limits.seconds <= above.seconds <= mix.seconds
+
+
+def test_memory_that_is_short_raises_the_limit():
+    """Blocks whose saved bytes have no room are recomputed, and their forward counts again."""
+    limits = Limits(seconds=1.0, memory=100, inputs=40, beyond=0.5, recomputed=0.25)
+    part = Floor(0.0, 4, (FloorOfPart(0.6, 0.3, 20), FloorOfPart(0.4, 0.2, 10)))
+    roomy, tight = limits.above(part, 1, 180), limits.above(part, 1, 179)
+    assert (roomy.seconds, tight.seconds) == (4.0, 4.5)  # four units save 4 · (30 − 10) bytes more than their inputs
+    assert roomy.recomputed == tight.recomputed == 0.0
+    assert limits.above(part, 1, 0).seconds == 4.0 + 4 * 0.5
+    assert limits.above(part, 3, 100).seconds == 4.0  # of a third of the batch they save no more than their inputs
+
+
+def test_orders_that_lie_alike_are_one():
+    """On one host every order is the same; on two hosts of two the inner axis stays within a host."""
+    asked = problem(cluster())
+    found = [each.structure for each in candidates_of(asked)]
+    assert len(set(found)) == len(found)
+    grids = [each for each in found if each.usual == PLAIN and each.grids == GRIDS[0]]
+    assert [list(each.mesh) for each in grids] == [["data", "j", "l"], ["data", "l", "j"]]
+    single = problem(cluster().model_copy(update={"hosts": 1, "devices_per_host": 4}))
+    assert all(each.structure.in_order for each in candidates_of(single))
+
+
+def test_modes_in_chunks_are_priced_where_the_overlap_has_them():
+    assert {mode.chunks for mode in MODES} == {0}
+    assert {(mode.overlap, mode.chunks) for mode in CHUNKED} == {("async", 2), ("async", 4), ("ring", 2)}
+    asked = problem(cluster())
+    site = asked.sites()[1]
+    structure = Structure(1, 1, 4, 1, "split", "replicate", False, 1)
+    assert structure.layout(site, Mode("ring", "shard", 2)).chunks == 2
+    whole = dataclasses.replace(structure, stream="whole")
+    assert {mode.overlap for mode in whole.modes} == {"blocking", "async"} and Mode("async", "shard", 4) in whole.modes
+
+
+def test_beside_the_best_one_thing_is_changed_at_a_time():
+    asked = problem(cluster())
+    best = Structure(1, 2, 2, 1, "split", "parameters", False, 1)
+    others = [Candidate(each, Limits(0.0, 0, 0, 0.0, 0.0)) for each in best.variants]
+    first = priced_in(asked, Candidate(best, others[0].limits), [Mode("ring", "shard")], Here())
+    found = improved(asked, first, others, Here(), lambda line: None)
+    assert {each.structure for each in found} == {best, *best.variants}
+    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+    same = next(each for each in found if each.structure == best)
+    assert set(same.tried) == {Mode("ring", "shard"), Mode("ring", "shard", 2)} and same.seconds <= first.seconds
+
+
+def test_every_variant_differs_and_leads_back():
+    for structure in (PLAIN, *VARIANTS.values()):
+        every = [structure, *structure.variants]
+        assert len({each.name for each in every}) == len(every) and sum(each.plain for each in every) == 1
+        assert {each.usual for each in every} == {structure.usual}
