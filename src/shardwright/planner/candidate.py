@@ -90,17 +90,13 @@ def all_priced(
     problem: Problem, asked: Sequence[Asked], pool: Executor, words: Sequence[str] = RECOMPUTE
 ) -> list[Candidate]:
     """The same for several candidates side by side. words: what may be recomputed of a block."""
+    asked = [(candidate, _of(candidate.structure, modes)) for candidate, modes in asked]
     tasks = [_tasks(candidate, modes, words) for candidate, modes in asked]
-    new = [
-        (problem, candidate.structure, *task)
-        for (candidate, _), mine in zip(asked, tasks, strict=True)
-        for task in mine
-    ]
-    prices = pool.map(_priced, new)
-    return [
-        _solved(problem, candidate, _of(candidate.structure, modes), [next(prices) for _ in mine])
-        for (candidate, modes), mine in pairs
-    ]
+    pairs = list(zip(asked, tasks, strict=True))
+    prices = pool.map(
+        _priced, [(problem, candidate.structure, *task) for (candidate, _), mine in pairs for task in mine]
+    )
+    return [_solved(problem, candidate, modes, [next(prices) for _ in mine]) for (candidate, modes), mine in pairs]
 
 
 def _tasks(candidate: Candidate, modes: Sequence[Mode], words: Sequence[str]) -> list[tuple[Mode, str]]:
@@ -110,7 +106,7 @@ def _tasks(candidate: Candidate, modes: Sequence[Mode], words: Sequence[str]) ->
     return [
         (mode, word)
         for word in words
-        for mode in _of(structure, modes)
+        for mode in modes
         if (mode, word) not in known and (word == "none" or mode.save_x == "shard" or structure.tensor == 1)
     ]
 
