@@ -68,6 +68,7 @@ def test_what_does_not_fit_is_one_line_with_the_least_that_does(two, tmp_path):
 @pytest.mark.usefixtures("quick")
 def test_the_fewest_devices_and_the_longest_sequence(two, tmp_path):
     asked = ("plan", config(), "--cluster", two, *ASK, "--memory", "1500000", "--json", tmp_path / "plan.json")
+    asked = (*asked, "--seconds", "1")
     assert run(*asked, "--min-devices")[0] == 0
     assert json.loads((tmp_path / "plan.json").read_text())["plan"]["mesh"] == {"data": 1, "tensor": 1}
     assert run(*asked, "--max-sequence")[0] == 0

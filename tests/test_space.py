@@ -99,7 +99,7 @@ def test_beside_the_best_one_thing_is_changed_at_a_time():
     best = Structure(1, 2, 2, 1, "split", "parameters", False, 1)
     others = [Candidate(each, Limits(0.0, 0, 0, 0.0, 0.0)) for each in best.variants]
     first = priced_in(asked, Candidate(best, others[0].limits), [Mode("ring", "shard")], Here())
-    found = improved(asked, first, others, Here(), lambda line: None)
+    found = improved(asked, first, others, Here(), math.inf, lambda line: None)
     assert {each.structure for each in found} == {best, *best.variants}
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     same = next(each for each in found if each.structure == best)

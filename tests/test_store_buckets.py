@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,18 +34,22 @@ def bucketed(axes, names, poison):
             del nets.LEVELS[name]
 
 
-def test_gradients_through_buckets_equal_dense():
-    """A8 with adapters among them; two backwards each, so what one leaves shows in the next."""
-    for axes, names, poison in (
+@pytest.mark.parametrize(
+    ("axes", "names", "poison"),
+    [
         ({"data": 1}, FEW[3:], False),
         ({"data": 2}, tuple(CASES), True),
         ({"data": 3}, FEW, False),
         ({"replica": 2, "shard": 2}, FEW, False),
         ({"data": 4}, ("adapters",), False),
         ({"data": 8}, ("adapters", "everything"), False),
-    ):
-        for wrong in on_ranks(torch.Size(axes.values()).numel(), bucketed, axes, names, poison):
-            assert wrong == {}
+    ],
+    ids=["1", "2", "3", "2x2", "4", "8"],
+)
+def test_gradients_through_buckets_equal_dense(axes, names, poison):
+    """A8 with adapters among them; two backwards each, so what one leaves shows in the next."""
+    for wrong in on_ranks(torch.Size(axes.values()).numel(), bucketed, axes, names, poison):
+        assert wrong == {}
 
 
 class Normed(nn.Sequential):

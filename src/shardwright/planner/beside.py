@@ -6,41 +6,66 @@ structures were; but those beside the best one are, in the modes of its mix only
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 
 from shardwright.planner.candidate import Candidate, all_priced
 from shardwright.planner.problem import Problem
-from shardwright.planner.space import CHUNKED, Mode
+from shardwright.planner.space import CHUNKED, Mode, Structure
 
 
 def improved(
-    problem: Problem, best: Candidate, candidates: Sequence[Candidate], pool: Executor, tell: Callable[[str], None]
+    problem: Problem,
+    best: Candidate,
+    candidates: Sequence[Candidate],
+    pool: Executor,
+    until: float,
+    tell: Callable[[str], None],
 ) -> list[Candidate]:
-    """The best one with its mix in more chunks, and its neighbours in that mix's modes, the fastest first.
+    """The best one with its mix in more chunks, and neighbours in that mix's modes, the fastest first.
 
-    Neighbours: one thing else, of the order of the axes, the grids, and the units in flight. Fewer of these free memory
-    only, so they are left out where the fastest mix of all fits.
+    Two chunks and one neighbour are looked at whatever the time, the others while there is time.
     """
     assert best.mix is not None
     chosen = [choice for choice, count in zip(best.choices, best.mix.counts, strict=True) if count]
     used = list(dict.fromkeys(mode for attention, mlp, _ in chosen for mode in (attention, mlp)))
     words = list(dict.fromkeys(word for _, _, word in chosen))
-    whatever = best.within(2**63)
-    assert whatever is not None
-    enough = whatever.seconds == best.mix.seconds
-    beside = [
-        each
-        for each in candidates
-        if each.structure.usual == best.structure.usual
-        and each.structure.differs(best.structure) == 1
-        and not (enough and each.structure.in_flight < best.structure.in_flight)
-    ]
-    tell(f"{best.structure.name}: more chunks, and what is beside it")
-    chunked = (best, [mode for each in used for mode in (each, *_more_chunks(each))])
-    found = all_priced(problem, [chunked, *((each, used) for each in beside)], pool, words)
+    tell(f"{best.structure.name}: more chunks")
+    beside = [(each, used) for each in _neighbours(best, candidates)]
+    found = all_priced(problem, [(best, used + _chunked(used, 2)), *beside[:1]], pool, words)
+    if _chunked(used, 4) and time.monotonic() < until:
+        found[0] = all_priced(problem, [(found[0], _chunked(used, 4))], pool, words)[0]
+    for each in beside[1:]:
+        if time.monotonic() < until:
+            tell(f"{each[0].structure.name}: beside the best")
+            found += all_priced(problem, [each], pool, words)
     return sorted((each for each in found if each.frame is not None), key=lambda each: each.seconds)
 
 
-def _more_chunks(mode: Mode) -> list[Mode]:
-    return [each for each in CHUNKED if (each.overlap, each.save_x) == (mode.overlap, mode.save_x)]
+def _neighbours(best: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """What differs from the best in one thing: units in flight, then the order of the axes, then the grids.
+
+    Fewer units in flight free memory only, so they are left out where the fastest mix of all fits.
+    """
+    assert best.mix is not None
+    mine, whatever = best.structure, best.within(2**63)
+    enough = whatever is not None and whatever.seconds == best.mix.seconds
+    found = [
+        each
+        for each in candidates
+        if each.structure.usual == mine.usual
+        and each.structure.differs(mine) == 1
+        and not (enough and each.structure.in_flight < mine.in_flight)
+    ]
+    return sorted(found, key=lambda each: _nearness(mine, each.structure))
+
+
+def _nearness(mine: Structure, other: Structure) -> tuple[bool, int, bool]:
+    return mine.in_flight == other.in_flight, -other.in_flight, mine.feature_axes == other.feature_axes
+
+
+def _chunked(modes: Sequence[Mode], chunks: int) -> list[Mode]:
+    """These modes in so many chunks, where there are such."""
+    return [mode for mode in CHUNKED if replace(mode, chunks=0) in modes and mode.chunks == chunks]

@@ -13,8 +13,8 @@ from itertools import pairwise
 from shardwright.planner.candidate import Candidate, told
 from shardwright.planner.solve import Mix, fastest, leanest
 
-FINEST = 40
-"""Steps between two points are at least this share (1/40) of the largest peak: what differs by less is one point."""
+FINEST = 25
+"""Steps between two points are at least this share (1/25) of the largest peak: what differs by less is one point."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def _priced(problem: Problem, pool: Executor, until: float, tell: Tell) -> tuple
     best = min((candidate for candidate in looked_at if candidate.mix), key=lambda each: each.seconds)
     others = [each for each in looked_at if each is not best]
     tell(f"{best.structure.name}: all modes")
-    beside = improved(problem, priced_in(problem, best, MODES, pool), left, pool, tell)
+    beside = improved(problem, priced_in(problem, best, MODES, pool), left, pool, until, tell)
     seen = {each.structure for each in beside}
     looked_at = sorted([*beside, *others], key=lambda each: each.seconds)
     return looked_at, [each for each in left if each.structure not in seen]
