@@ -12,7 +12,7 @@ import pytest
 import tiny
 from shardwright._plan import Plan
 from shardwright.cluster import Cluster
-from shardwright.planner import compose, price, search
+from shardwright.planner import beside, compose, explore, price, search, space
 from shardwright.planner.problem import Problem
 from shardwright.planner.request import request
 from shardwright.planner.space import Structure, structures
@@ -87,8 +87,10 @@ def few(*asked: Any) -> Iterator[Structure]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches in this process, of few structures, that share their rehearsals."""
+    """Searches in this process, of few structures and modes, that share their rehearsals."""
     monkeypatch.setattr(search, "rehearsing", lambda workers: Here())
+    for module in (space, explore, beside):
+        monkeypatch.setattr(module, "CHUNKED", ())
     monkeypatch.setattr("shardwright.planner.problem.structures", few)
     monkeypatch.setattr(price, "rehearse_few", remembered)
     monkeypatch.setattr(compose, "rehearse_few", remembered)

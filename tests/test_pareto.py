@@ -45,11 +45,13 @@ def beaten_by_none(candidates: list[Candidate], most: float) -> list[tuple[float
 def test_the_curve_is_that_of_brute_force(seed):
     both = [candidate(seed), candidate(1000 + seed, data=4)]
     expected = beaten_by_none(both, float("inf"))
-    points = curve(both)
+    points = curve(both, finest=10**6)
     assert [point.peak for point in points] == [peak for _, peak in expected]
     assert [point.seconds for point in points] == pytest.approx([seconds for seconds, _ in expected], rel=1e-9)
     middle = expected[len(expected) // 2][1]
-    assert [point.peak for point in curve(both, most=middle)] == [peak for _, peak in beaten_by_none(both, middle)]
+    assert [point.peak for point in curve(both, middle, finest=10**6)] == [
+        peak for _, peak in beaten_by_none(both, middle)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -62,7 +64,7 @@ def test_it_falls_from_the_fastest_to_the_leanest(seed):
     assert unlimited is not None and points[0].seconds == unlimited.seconds
 
 
-def test_points_closer_than_a_two_hundredth_are_one():
+def test_points_closer_than_a_share_are_one():
     one = candidate(3)
     assert one.frame is not None
     far = replace(one, frame=replace(one.frame, resident=one.frame.resident + 10**6))  # all peaks are nearly alike

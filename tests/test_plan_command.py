@@ -57,6 +57,20 @@ def test_it_writes_a_plan_that_loads_and_says_how_sure_it_is(two, tmp_path):
 
 
 @pytest.mark.usefixtures("quick")
+def test_what_was_found_is_written_before_it_is_told(two, tmp_path, monkeypatch):
+    """Whoever reads may have closed the pipe by then."""
+
+    def closed(found):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("shardwright.report.planning.headline", closed)
+    path = tmp_path / "plan.yaml"
+    with pytest.raises(BrokenPipeError):
+        run("plan", config(), "--cluster", two, *ASK, "--seconds", "1", "-o", path)
+    assert Plan.load(path).predicted is not None
+
+
+@pytest.mark.usefixtures("quick")
 def test_what_does_not_fit_is_one_line_with_the_least_that_does(two, tmp_path):
     written = tmp_path / "plan.yaml"
     written.write_text("as it was\n")

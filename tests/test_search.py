@@ -70,9 +70,9 @@ def test_what_was_priced_in_some_modes_only_is_bounded_by_its_limits():
     asked = problem(cluster())
     one = next(each for each in candidates_of(asked) if each.structure.tensor > 1)
     some = priced_in(asked, one, FIRST, Here())
-    assert (some.complete, some.bound) == (False, one.limits.seconds)
+    assert (some.has(MODES), some.bound) == (False, one.limits.seconds)
     every = priced_in(asked, some, MODES, Here())
-    assert every.complete and every.mix is not None and every.bound == every.mix.bound
+    assert every.has(MODES) and every.mix is not None and every.bound == every.mix.bound
     assert every.seconds <= some.seconds
 
 

@@ -78,7 +78,7 @@ def test_orders_that_lie_alike_are_one():
     found = [each.structure for each in candidates_of(asked)]
     assert len(set(found)) == len(found)
     grids = [each for each in found if each.usual == PLAIN and each.grids == GRIDS[0]]
-    assert [list(each.mesh) for each in grids] == [["data", "j", "l"], ["data", "l", "j"]]
+    assert sorted([*each.mesh] for each in grids) == [["data", "j", "l"], ["data", "l", "j"]]
     single = problem(cluster().model_copy(update={"hosts": 1, "devices_per_host": 4}))
     assert all(each.structure.in_order for each in candidates_of(single))
 
@@ -100,8 +100,16 @@ def test_beside_the_best_one_thing_is_changed_at_a_time():
     others = [Candidate(each, Limits(0.0, 0, 0, 0.0, 0.0)) for each in best.variants]
     first = priced_in(asked, Candidate(best, others[0].limits), [Mode("ring", "shard")], Here())
     found = improved(asked, first, others, Here(), math.inf, lambda line: None)
-    assert {each.structure for each in found} == {best, *best.variants}
+    more = dataclasses.replace(best, in_flight=3)
+    assert {each.structure for each in found} == {best, more}, "fewer in flight free memory, of which there is enough"
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+    assert first.lean is not None
+    short = dataclasses.replace(asked, memory=first.lean.peak)
+    tight = priced_in(short, Candidate(best, others[0].limits), [Mode("ring", "shard")], Here())
+    assert {each.structure for each in improved(short, tight, others, Here(), math.inf, print)} == {
+        best,
+        *best.variants,
+    }
     same = next(each for each in found if each.structure == best)
     assert set(same.tried) == {Mode("ring", "shard"), Mode("ring", "shard", 2)} and same.seconds <= first.seconds
 

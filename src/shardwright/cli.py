@@ -13,6 +13,7 @@ import typer
 
 from shardwright._errors import DoesNotFit, InputError
 from shardwright._replacing import check_directory, write_text
+from shardwright.planner import SECONDS
 from shardwright.sharding import LEVELS
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def plan(
     level: Annotated[
         str | None, typer.Option(metavar="LEVEL", help=f"Only this way to store parameters: {STORED}.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long structures are priced.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="How long structures are priced.")] = SECONDS,
     min_devices: Annotated[bool, typer.Option("--min-devices", help="On the fewest devices that work.")] = False,
     max_sequence: Annotated[
         bool, typer.Option("--max-sequence", help="For the longest sequence, doubled as often as it fits.")
@@ -224,18 +225,18 @@ def plan(
             found = ask(problem, seconds, tell=lambda line: status.update(f"planning: {line}"))
             points = pareto.curve(found.looked_at)
             knobs = pareto.knobs([point for point in points if point.peak <= found.problem.memory])
-        for line in planning.headline(found):
-            console.print(line, highlight=False)
-        console.print(planning.candidates_table(found))
-        console.print(planning.curve_table(points, knobs))
-        console.print(planning.distance_table(found))
-        if output is not None:
+        if output is not None:  # before a word is said: whoever reads may close the pipe
             found.plan.save(output)
         if json_path is not None:
             write_text(json_path, json.dumps(planning.found_json(found, points, knobs), indent=2) + "\n")
         if picture is not None:
             here = min(points, key=lambda point: (abs(point.seconds - found.mix.seconds), point.peak))
             write_text(picture, planning.curve_svg(points, found.problem.memory, here))
+        for line in planning.headline(found):
+            console.print(line, highlight=False)
+        console.print(planning.candidates_table(found))
+        console.print(planning.curve_table(points, knobs))
+        console.print(planning.distance_table(found))
 
 
 @app.command()

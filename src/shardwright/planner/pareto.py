@@ -14,7 +14,7 @@ from shardwright.planner.candidate import Candidate, told
 from shardwright.planner.solve import Mix, fastest, leanest
 
 FINEST = 25
-"""Steps between two points are at least this share (1/25) of the largest peak: what differs by less is one point."""
+"""Steps between two points are at least this share (1/25) of the larger peak: what differs by less is one point."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Knob:
         return self.saved / 2**30 / (self.lost * 1e3) if self.lost else float("inf")
 
 
-def curve(candidates: Iterable[Candidate], most: int | None = None) -> tuple[Point, ...]:
-    """The curve, fastest first. most: bytes that no point may exceed; None: no limit."""
+def curve(candidates: Iterable[Candidate], most: int | None = None, finest: int = FINEST) -> tuple[Point, ...]:
+    """The curve, fastest first. most: bytes that no point may exceed; None: no limit. finest: as FINEST."""
     points = sorted(
-        (point for candidate in candidates for point in _walk(candidate, most)),
+        (point for candidate in candidates for point in _walk(candidate, most, finest)),
         key=lambda each: (each.seconds, each.peak),
     )
     kept: list[Point] = []
@@ -60,7 +60,7 @@ def knobs(points: Sequence[Point]) -> tuple[Knob, ...]:
     return tuple(sorted(steps, key=lambda knob: -knob.gib_per_ms))
 
 
-def _walk(candidate: Candidate, most: int | None) -> Iterable[Point]:
+def _walk(candidate: Candidate, most: int | None, finest: int) -> Iterable[Point]:
     if candidate.frame is None:
         return
     frame, ways, units = candidate.frame, candidate.ways, candidate.units
@@ -71,7 +71,7 @@ def _walk(candidate: Candidate, most: int | None) -> Iterable[Point]:
         if mix is None:
             return
         yield _point(candidate, mix)
-        budget = mix.peak - max(1, mix.peak // FINEST)
+        budget = mix.peak - max(1, mix.peak // finest)
     if most is None or least.peak <= most:
         yield _point(candidate, fastest(frame, ways, units, least.peak) or least)
 

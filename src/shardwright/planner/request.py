@@ -12,9 +12,10 @@ from shardwright._errors import DoesNotFit, InputError
 from shardwright._files import parse_bytes
 from shardwright._plan import Plan
 from shardwright.cluster import Cluster
+from shardwright.planner import SECONDS
 from shardwright.planner.explore import Tell
 from shardwright.planner.problem import Problem
-from shardwright.planner.search import SECONDS, Found, search
+from shardwright.planner.search import Found, search
 from shardwright.sharding import LEVELS
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from shardwright._errors import DoesNotFit
 from shardwright._files import format_bytes
 from shardwright._plan import Plan
+from shardwright.planner import SECONDS
 from shardwright.planner.beside import improved
 from shardwright.planner.candidate import Candidate, priced_in, told
 from shardwright.planner.certify import Certificate, Expected, certifying
@@ -27,9 +28,6 @@ from shardwright.planner.space import MODES
 
 ATTEMPTS = 6
 """How often a mix that is over the budget to the byte is solved again."""
-
-SECONDS = 20.0
-"""How long structures are priced, unless more is asked for."""
 
 
 @dataclass(frozen=True)
