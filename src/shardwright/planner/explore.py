@@ -103,7 +103,7 @@ def explore(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """(candidates that were priced, those that were neither priced nor ruled out)."""
     fitting = [each for each in candidates if each.limits.memory <= problem.memory]
-    chosen = fitting or sorted(candidates, key=lambda each: each.limits.memory)[:2]
+    chosen = fitting or sorted(candidates, key=lambda each: (not each.structure.plain, each.limits.memory))[:2]
     tell(f"{len(candidates)} structures, {len(fitting)} of them within the budget by their parameters")
     now = time.monotonic()
     chosen = _with_floors(problem, chosen, pool, now + 0.5 * (until - now), tell)
