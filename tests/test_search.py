@@ -85,7 +85,7 @@ def test_without_time_the_bound_still_holds():
 def test_limits_count_tied_weights_once():
     path = tiny.config_path(**SIZES | {"vocab_size": 4096, "tie_word_embeddings": True})
     asked = problem(cluster(), batch=4, sequence=4, path=path)
-    for each in candidates_of(asked)[:4]:
+    for each in candidates_of(asked):
         found = priced_in(asked, each, MODES[:1], Here())
         assert found.limits.memory <= found.lean.peak and found.limits.seconds <= found.seconds, each.structure
 
@@ -94,7 +94,7 @@ def test_e3_a_larger_memory_is_never_slower():
     roomy = searched(problem(cluster()))
     peak = roomy.certificate.peak_bytes
     times = [roomy.mix.seconds]
-    for share in (0.92, 0.85):
+    for share in (0.95, 0.9, 0.85):
         found = searched(problem(cluster(), memory=int(peak * share)))
         sound(found)
         times.append(found.mix.seconds)

@@ -8,6 +8,7 @@ import math
 import pytest
 
 import shardwright as sw
+import tiny
 from planned import Here, cluster, problem
 from shardwright.planner.beside import improved
 from shardwright.planner.candidate import Candidate, priced_in
@@ -15,7 +16,9 @@ from shardwright.planner.explore import candidates_of
 from shardwright.planner.floor import Floor, FloorOfPart, floors_of, joined
 from shardwright.planner.limits import Limits
 from shardwright.planner.space import CHUNKED, GRIDS, MODES, Mode, Structure
+from shardwright.trace import Op
 from shardwright.trace.timeline import timeline
+from test_families import FAMILIES
 
 PLAIN = Structure(1, 1, 2, 2, "split", "replicate", False, 1)
 """Two by two ranks that split features."""
@@ -80,7 +83,32 @@ def test_orders_that_lie_alike_are_one():
     grids = [each for each in found if each.usual == PLAIN and each.grids == GRIDS[0]]
     assert sorted([*each.mesh] for each in grids) == [["data", "j", "l"], ["data", "l", "j"]]
     single = problem(cluster().model_copy(update={"hosts": 1, "devices_per_host": 4}))
-    assert all(each.structure.in_order for each in candidates_of(single))
+    assert not any(each.structure.data_first or each.structure.l_first for each in candidates_of(single))
+
+
+def test_another_order_that_lies_otherwise_has_its_own_variants():
+    asked = problem(cluster().model_copy(update={"hosts": 4}))
+    found = [each.structure for each in candidates_of(asked)]
+    turned = [each for each in found if (each.data, each.l_first, each.level) == (2, True, "parameters")]
+    assert {each.in_flight for each in turned} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+@pytest.mark.parametrize("stream", ["split", "whole"])
+def test_what_a_floor_says_of_recomputing_is_what_it_adds(family, stream):
+    """A replay needs neither the sums behind the last product nor a gather that backward makes anyway."""
+    path = tiny.write_config({"model_type": family, **FAMILIES[family]})
+    asked = problem(cluster(), sequence=32, path=path)
+    structure = Structure(1, 2, 2, 1, stream, "replicate", False, 1)
+    floor = floors_of(asked, [structure], Here(), math.inf, lambda line: None)[structure.split]
+    assert floor is not None
+    mode, machine, seconds = Mode("blocking", "shard"), asked.machine(structure), {}
+    for word in ("none", "block"):
+        plan = asked.plan(structure, [(mode, mode, word)] * asked.config.num_hidden_layers)
+        ops = [event for event in sw.rehearse(asked.config, plan, steps=1).events if isinstance(event, Op)]
+        seconds[word] = sum(machine.operator(op.name, op.shapes) for op in ops if op.phase != "step")
+    assert floor.units * floor.again == pytest.approx(seconds["block"] - seconds["none"], rel=1e-9)
+    assert 0.9 * seconds["none"] < floor.seconds <= seconds["none"]
 
 
 def test_modes_in_chunks_are_priced_where_the_overlap_has_them():

@@ -44,15 +44,15 @@ def candidates_of(problem: Problem) -> list[Candidate]:
     by_accumulation: dict[int, tuple[list[Site], dict[str, int]]] = {}
     machines: dict[tuple[tuple[str, int], ...], tuple[Machine, Hashable]] = {}
     splits: dict[Hashable, Split] = {}
-    same: dict[Hashable, Limits] = {}
+    same: dict[Hashable, tuple[list[str], Limits]] = {}  # the order of the axes that was met first
     for structure in problem.structures():
         mesh = tuple(structure.mesh.items())
         if mesh not in machines:
             machine = problem.machine(structure)
             machines[mesh] = machine, _spreads(machine)
         machine, lies = machines[mesh]
-        alike = structure.shared, structure.grids, lies
-        if alike in same and not structure.in_order:
+        order, alike = list(structure.mesh), (structure.usual, structure.grids, lies)
+        if alike in same and same[alike][0] != order:
             continue  # proven: another order of the axes, on which every group lies over the hosts as it does here
         if alike not in same:
             accumulation = structure.accumulation
@@ -68,10 +68,9 @@ def candidates_of(problem: Problem) -> list[Candidate]:
                 about = structure, problem.family, sites, blocks, machine
                 usual = splits.get((structure.usual.split, structure.usual.feature_axes, accumulation))
                 splits[key] = split_like(usual, *about) if usual else split_of(*about, base.dtype)
-            same[alike] = limits(
-                structure, sites, blocks, sizes, splits[key], machine, base.dtype, stored, problem.memory
-            )
-        found.append(Candidate(structure, same[alike]))
+            known = limits(structure, sites, blocks, sizes, splits[key], machine, base.dtype, stored, problem.memory)
+            same[alike] = order, known
+        found.append(Candidate(structure, same[alike][1]))
     if not found and problem.level is not None and any(replace(problem, level=None).structures()):
         raise InputError(
             f"level: found {problem.level!r}; allowed: replicate, where no ranks of the {problem.devices} split tokens"

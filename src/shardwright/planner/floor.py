@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from shardwright.models import Family
 from shardwright.planner.pieces import cut
 from shardwright.planner.problem import Problem
 from shardwright.planner.space import GRIDS, Mode, Structure
-from shardwright.planner.stretch import kinds, rehearse_few, runs
+from shardwright.planner.stretch import Run, kinds, rehearse_few, runs
 from shardwright.site import Site
 from shardwright.trace import Op
 
@@ -32,12 +33,12 @@ Kind = tuple[int, int, str, tuple[str, str]]
 
 @dataclass(frozen=True)
 class FloorOfPart:
-    """Of a unit's attention, or MLP, in all micro-batches together: seconds of its operators, those of its forward
-    alone, and bytes that it saves for its backward.
+    """Of a unit's attention, or MLP, in all micro-batches together: seconds of its operators, seconds that recomputing
+    it adds, and bytes that it saves for its backward.
     """
 
     seconds: float
-    forward: float
+    again: float
     saved: int
 
 
@@ -61,7 +62,7 @@ class Floor:
     @property
     def again(self) -> float:
         """Seconds that recomputing a unit adds."""
-        return sum(part.forward for part in self.parts)
+        return sum(part.again for part in self.parts)
 
     @property
     def saved(self) -> int:
@@ -80,37 +81,40 @@ SMALL_VOCABULARY = 64
 def floor(family: Family, config: Any, plan: Plan, machine: Machine) -> Floor:
     """The floor of a plan's structure. The plan's blocks go one way, with one micro-batch and nothing recomputed.
 
-    One step of two units of like blocks is rehearsed, the second one counts for all that are left out; the vocabulary
-    is a small one, and the head's products are priced by their formula.
+    One step of two units of like blocks is rehearsed. The first one is recomputed: what it takes more than the second
+    is what recomputing adds. The second one counts for all. The vocabulary is a small one, and the head's products are
+    priced by their formula.
     """
     run = runs(kinds(family, config, plan))[0]
     kept = min(2 * run.period, run.length)
+    first, second = range(kept - run.period), range(kept - run.period, kept)
     head = family.sites(config, plan.batch * plan.sequence)[-1]
     ranks = math.prod(plan.mesh[axis] for axis in plan.layout_for(head).n + plan.layout_for(head).k)
     small = copy.deepcopy(config)
     small.vocab_size, small.pad_token_id = min(config.vocab_size, SMALL_VOCABULARY * ranks), None
-    trace = rehearse_few(family, small, plan, 0, 1, [replace(run, kept=kept, radius=0)])
+    probe = plan.evolve(recompute={f"{family.blocks}.{block}": "block" for block in first})
+    trace = rehearse_few(family, small, probe, 0, 1, [Run(0, kept, run.period, kept)])
     of_head = {linear.name for linear in head.linears}
-    frame, second = _head(head, plan, machine), range(kept - run.period, kept)
-    parts = {"attention": FloorOfPart(0.0, 0.0, 0), "mlp": FloorOfPart(0.0, 0.0, 0)}
+    seconds: dict[tuple[range | None, str], float] = defaultdict(float)
+    saved: dict[str, int] = defaultdict(int)
     for piece in cut(trace, family.blocks, family.attention, family.block_norms[0]):
-        if piece.phase == "step" or (piece.block is not None and piece.block not in second):
+        if piece.phase == "step":
             continue
-        seconds = sum(
+        unit = None if piece.block is None else second if piece.block in second else first
+        seconds[unit, piece.part] += sum(
             machine.operator(event.name, event.shapes)
             for event in trace.events[piece.first : piece.last]
             if isinstance(event, Op) and event.module not in of_head
         )
-        if piece.block is None:
-            frame += seconds
-            continue
-        part, forward = parts[piece.part], piece.phase == "forward"
-        parts[piece.part] = FloorOfPart(
-            part.seconds + seconds,
-            part.forward + (seconds if forward else 0.0),
-            part.saved + (piece.saved if forward else 0),
-        )
-    return Floor(frame, run.length // run.period, (parts["attention"], parts["mlp"]))
+        if unit is second and piece.phase == "forward":
+            saved[piece.part] += piece.saved
+
+    def of(part: str) -> FloorOfPart:
+        once = seconds[second, part]
+        return FloorOfPart(once, seconds[first, part] - once if first else 0.0, saved[part])
+
+    frame = seconds[None, ""] + _head(head, plan, machine)
+    return Floor(frame, run.length // run.period, (of("attention"), of("mlp")))
 
 
 def _head(head: Site, plan: Plan, machine: Machine) -> float:

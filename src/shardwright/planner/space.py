@@ -132,18 +132,6 @@ class Structure:
         """The plain structure that this one is a variant of."""
         return replace(self, grids=GRIDS[0], in_flight=IN_FLIGHT[0], data_first=False, l_first=False)
 
-    @property
-    def shared(self) -> tuple[object, ...]:
-        """What it has in common with its variants."""
-        return (
-            self.replica, self.data, self.j, self.l, self.stream, self.level, self.keep, self.accumulation,
-        )  # fmt: skip
-
-    @property
-    def in_order(self) -> bool:
-        """Whether the mesh's axes have their usual order."""
-        return not (self.data_first or self.l_first)
-
     def differs(self, other: Structure) -> int:
         """In how many things beside the usual ones."""
         names = ("grids", "in_flight", "data_first", "l_first")

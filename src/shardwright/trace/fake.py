@@ -66,7 +66,7 @@ class ShortFakeMode(FakeTensorMode):
         if way is None:
             way = self._way_of[func] = _way(func)
         device = None if way in (_USUAL, _NEW) else self._common_device(args, kwargs)
-        if device is None and way != _NEW:
+        if device is None and (way != _NEW or not all(type(each) is FakeTensor for each in _given(args, kwargs))):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if way == _ASKED:
             return self._asked(func, args, kwargs, device)
@@ -146,7 +146,7 @@ def _described(values: Any) -> Iterator[Any]:
     """Arguments as parts of a key; numbers with their types, since 1, 1.0 and True are equal."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value.shape, value.stride(), value.dtype
+            yield value.shape, value.stride(), value.dtype, value.device
         elif isinstance(value, (list, tuple)):
             yield tuple(_described(value))
         else:
