@@ -15,8 +15,8 @@ from shardwright.cluster import Cluster
 from shardwright.planner import beside, compose, explore, price, search, space
 from shardwright.planner.problem import Problem
 from shardwright.planner.request import request
+from shardwright.planner.runs import rehearse_few
 from shardwright.planner.space import Structure, structures
-from shardwright.planner.stretch import rehearse_few
 from shardwright.trace import Trace
 
 BLOCKS = 3

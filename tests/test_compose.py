@@ -10,12 +10,14 @@ import pytest
 import shardwright as sw
 import tiny
 from shardwright import models
+from shardwright._errors import InputError
 from shardwright._plan import Plan
 from shardwright.models import family_of
 from shardwright.planner import compose
 from shardwright.planner.certify import largest
 from shardwright.planner.classes import rank_classes
 from shardwright.planner.compose import Known, composed_of
+from shardwright.planner.pace import cap_of
 from shardwright.planner.problem import Choice, plan_of
 from shardwright.planner.space import MODES, Structure, structures
 
@@ -41,10 +43,14 @@ DRAWN = ("llama",) * 7 + tuple(FAMILIES)[1:]
 
 
 def drawn(number: int) -> tuple[Path, Plan]:
-    """Plan ``number``: a structure, one or two runs of blocks, and what else a plan may say."""
+    """Plan ``number``: a structure, one or two runs of blocks, and what else a plan may say.
+
+    Every fifth one has a bucket, and blocks enough to leave some out.
+    """
     rng = random.Random(f"compose/{number}")
     family = DRAWN[number % len(DRAWN)]
-    blocks = 8 if family == "gemma2" else rng.choice((6, 6, 6, 9))
+    bins = 2 if number % 5 == 1 else 0
+    blocks = 16 if bins else 8 if family == "gemma2" else rng.choice((6, 6, 6, 9))
     odd = {"vocab_size": 61} if rng.random() < 0.1 else {}  # ranks are not all alike
     path = tiny.write_config(
         {
@@ -60,7 +66,7 @@ def drawn(number: int) -> tuple[Path, Plan]:
     allowed = [
         each
         for each in structures(rules, config, rng.choice((1, 2, 4, 4, 8)), batch, sequence)
-        if each.accumulation == wanted
+        if each.accumulation == wanted and each.bins == bins
     ]
     if not allowed:  # eight ranks that split tokens, and so few sequences
         return drawn(number + 1000)
@@ -78,7 +84,13 @@ def drawn(number: int) -> tuple[Path, Plan]:
         settings["master_dtype"] = None
     base = tiny.plan_of({"data": 1}, "replicate", path, **settings)
     sites = rules.sites(config, batch // wanted * sequence)
-    return path, plan_of(structure, base, rules, sites, choices(rng, structure, blocks))
+    plan = plan_of(structure, base, rules, sites, choices(rng, structure, blocks))
+    if not bins:
+        return path, plan
+    try:
+        return path, plan.evolve(bucket=cap_of(config, plan, bins))
+    except InputError:  # gradients of biases and norms go different ways
+        return drawn(number + 1000)
 
 
 def choices(rng: random.Random, structure: Structure, blocks: int) -> list[Choice]:

@@ -16,9 +16,12 @@ import tiny
 from nets import CASES, FEW, LEVELS, counts, gradients_match, record_steps
 from ranks import on_ranks
 from reference import assert_same
+from shardwright import models
 from shardwright._rehearse import rehearse
 from shardwright.comm import exchange
 from shardwright.params.stored import StoredParameter
+from shardwright.planner.pace import cap_of
+from shardwright.trace import Free, Op
 
 CAP = 2**13
 BUCKETED = {f"{name}, bucket": words | {"bucket": CAP} for name, words in LEVELS.items()}
@@ -159,6 +162,35 @@ def test_in_a_plan_a_bucket_trains_alike_and_is_rehearsed_and_a_unit_may_stay_ou
         assert ("reduce_scatter", "model.norm", ("data",)) in found
         assert ("all_reduce", "bucket", ("tensor",)) in found
         assert len([kind for kind, _, of in found if kind == "all_reduce" and of == ("tensor",)]) == 2
+
+
+def test_what_a_bin_brings_goes_on_at_once_and_lands_while_backward_runs():
+    """Of norms a block fills a bin: each bin that has travelled over data is one message over tensor.
+
+    And where gradients add up over micro-batches, the second one's small parts are gone before its backward ends.
+    """
+    path = tiny.config_path(num_hidden_layers=6)
+    axes, params = {"data": 2, "tensor": 2}, {"*": "gradients"}
+    plan = tiny.plan_of(axes, "sequence-parallel", path, params=params, accumulation=2)
+    plan = plan.evolve(bucket=cap_of(models.load_config(path), plan, 1))
+    for rank, (_, real) in enumerate(on_ranks(4, tiny.train, plan, 2, 2, path)):
+        if rank in (0, 3):
+            assert_same(rehearse(path, plan, rank=rank), real)
+        moves = [c.axes for c in real.collectives if c.step == 2 and c.module == "bucket"]
+        assert moves.count(("data",)) == moves.count(("tensor",)) == 2 * 7, "six blocks and the last norm"
+        assert moves[:4] == [("data",), ("tensor",)] * 2
+        assert added_before_the_end(real, models.load_config(path).hidden_size // 2 * 4) == 10, (
+            "two of each bin but the last two"
+        )
+
+
+def added_before_the_end(trace, size):
+    """How many gradients of ``size`` bytes step 2 adds to earlier ones, and lets go of, before blocks' backward is over."""
+    places = {place: event for place, event in enumerate(trace.events) if (event.step, event.phase) == (2, "backward")}
+    at_work = [p for p, e in places.items() if isinstance(e, Op) and e.module.startswith("model.layers.")]
+    freed = [e.storage for p, e in places.items() if isinstance(e, Free) and p < at_work[-1]]
+    gone = [trace.storages[number] for number in freed]
+    return len([storage for storage in gone if (storage.category, storage.bytes) == ("gradient", size)])
 
 
 def test_ranks_that_a_tensor_axis_gives_unequal_parts_decide_alike():

@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardwright.planner.runs
 import tiny
 from shardwright import models
+from shardwright._errors import InputError
 from shardwright._plan import Plan
 from shardwright._rehearse import rehearse
 from shardwright.models import family_of
 from shardwright.planner import stretch
+from shardwright.planner.pace import cap_of, pace
 from shardwright.planner.repeat import Repeat, repeated
+from shardwright.planner.runs import runs
 from shardwright.planner.segments import NotPeriodic
-from shardwright.planner.stretch import rehearse_stretched, runs
+from shardwright.planner.stretch import rehearse_stretched
 from shardwright.trace import Collective, Op, Trace, Wait
 from test_families import FAMILIES
 
@@ -32,7 +36,9 @@ def path_of(family: str, blocks: int) -> Path:
     return tiny.write_config({"model_type": family, **FAMILIES[family], name: blocks})
 
 
-def case(family: str = "llama", blocks: int = 6, overlap: str = "blocking", **settings) -> tuple[Path, Plan]:
+def case(
+    family: str = "llama", blocks: int = 6, overlap: str = "blocking", bins: int = 0, **settings
+) -> tuple[Path, Plan]:
     path = path_of(family, blocks)
     settings = {"batch": 4, "sequence": 8, "in_flight": 1, **settings}
     plan = tiny.plan_of({"data": 2, "tensor": 2}, settings.pop("layout", "sequence-parallel"), path, **settings)
@@ -40,6 +46,8 @@ def case(family: str = "llama", blocks: int = 6, overlap: str = "blocking", **se
         config = models.load_config(path)
         sites = family_of(config).sites(config, plan.batch * plan.sequence)
         plan = plan.evolve(layouts={s.name: replace(plan.layout_for(s), overlap=overlap) for s in sites})
+    if bins:
+        plan = plan.evolve(bucket=cap_of(models.load_config(path), plan, bins))
     return path, plan
 
 
@@ -54,6 +62,12 @@ CASES = {
     "qwen3": {"family": "qwen3", "params": SHARDED, "backend": "nccl", "recompute": BLOCKS, "master_dtype": "float64"},
     "unlike neighbours": {"family": "gemma2", "params": SHARDED, "blocks": 8, "backend": "nccl"},
     "two runs": {"params": SHARDED, "blocks": 10, "recompute": {"model.layers.[0-4]": "block"}, "backend": "nccl"},
+    "a bucket": {"params": SHARDED, "blocks": 16, "bins": 2},
+    "a bucket, whole": {"params": {"*": "replicate"}, "blocks": 9, "bins": 1, "backend": "nccl"},
+    "a bucket, two micro-batches": {"params": {"*": "gradients"}, "blocks": 12, "bins": 1, "accumulation": 2},
+    "a bucket, unlike biases": {"family": "gpt2", "params": SHARDED, "blocks": 9, "bins": 1, "dtype": "bfloat16"},
+    "a bucket, unlike neighbours": {"family": "gemma2", "params": SHARDED, "blocks": 14, "bins": 1},
+    "a bucket, two runs": {"params": KEPT, "blocks": 18, "bins": 1, "recompute": {"model.layers.[0-8]": "block"}},
 }
 
 
@@ -78,12 +92,13 @@ def blocks_rehearsed(monkeypatch) -> list[int]:
         seen.append(config.num_hidden_layers)
         return rehearse(config, *rest)
 
-    monkeypatch.setattr(stretch, "rehearse", spy)
+    for module in (stretch, shardwright.planner.runs):
+        monkeypatch.setattr(module, "rehearse", spy)
     return seen
 
 
-def test_a_bucket_that_blocks_fill_together_is_rehearsed_as_it_is(monkeypatch):
-    path, plan = case(params=SHARDED, bucket=2048, backend="nccl")
+def test_a_bucket_that_does_not_come_round_with_blocks_is_rehearsed_as_it_is(monkeypatch):
+    path, plan = case(params=SHARDED, bucket=2000, backend="nccl")
     seen = blocks_rehearsed(monkeypatch)
     stretched, full = rehearse_stretched(path, plan), rehearse(path, plan)
     assert seen == [6]
@@ -163,3 +178,29 @@ def test_on_nccl_a_gathered_input_is_multiplied_as_one():
         return sum(isinstance(event, Op) and event.name.startswith("aten.mm.") for event in trace.events)
 
     assert products("async", "nccl") < products("async", "gloo")
+
+
+@pytest.mark.parametrize(
+    ("family", "params", "bins", "expected"),
+    [
+        ("llama", SHARDED, 2, 2),
+        ("llama", {"*": "replicate"}, 3, 3),
+        ("gemma2", SHARDED, 1, 2),
+        ("gemma2", SHARDED, 4, 4),
+        ("gpt2", SHARDED, 2, 2),
+    ],
+)
+def test_bins_come_round_after_the_blocks_that_fill_them(family, params, bins, expected):
+    """Of gemma2's blocks two in turn are unlike, so what repeats is whole pairs."""
+    path, plan = case(family, 12, params=params, bins=bins)
+    config = models.load_config(path)
+    unit = [0, 1] if family == "gemma2" else [0]
+    assert pace(family_of(config), config, plan, 0, unit) == expected
+    assert pace(family_of(config), config, plan.evolve(bucket=plan.bucket + 512), 0, unit) is None
+
+
+def test_a_cap_whose_bins_do_not_come_round_together_is_refused():
+    """Stored whole, biases and norms of gpt2 are summed over different ranks: they fill bins of their own."""
+    path, plan = case("gpt2", 6, params={"*": "replicate"})
+    with pytest.raises(InputError, match="bucket: found bins that come round after None blocks"):
+        cap_of(models.load_config(path), plan, 2)

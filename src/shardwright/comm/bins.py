@@ -259,6 +259,11 @@ class Bins:
         lanes = self.lanes(kind)
         return lanes * lane_length(shape, lanes) * self.dtype.itemsize
 
+    def room(self, cap: int, kind: str) -> int:
+        """Bytes of gradients that a bin of half a cap has room for."""
+        row = self.lanes(kind) * self.dtype.itemsize
+        return cap // 2 // row * row
+
     def expect(self, padded: int) -> None:
         """So many padded bytes more will come before the next flush: no bin is larger than what is still to come.
 
@@ -339,6 +344,12 @@ class Bins:
         shape = (lanes, size // (lanes * self.dtype.itemsize))
         self._filling = _Bin(kind, total, self._arena.lease(shape, self.dtype, self.device, "bucket", MODULE))
         return self._filling
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """What was added travels now, though the bin is not full."""
+        if self._filling is not None:
+            self._launch()
 
     def _launch(self) -> None:
         """What fills travels; what travelled before has landed then."""

@@ -12,6 +12,7 @@ The buffer scales with the cap, not with the model: all that fills, travels and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -27,6 +28,15 @@ Kind = Literal["reduce_scatter", "all_reduce"]
 KINDS = ("reduce_scatter", "all_reduce")
 SMALL = 4
 """A gradient is small if this many of its size are within the cap: a bin is half a cap, and holds at least two."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a gradient is to the ``bins`` it goes into: ``bytes`` of it, padded, of the ``room`` in a bin."""
+
+    bins: Bins
+    bytes: int
+    room: int
 
 
 class GradientBucket:
@@ -82,10 +92,13 @@ class GradientBucket:
     def _travels_as_it_is(self) -> bool:
         return self.kind == "reduce_scatter" and self.group.backend != "nccl"
 
-    def _bins(self, gradient: torch.Tensor, destination: torch.Tensor | None) -> Bins:
+    def travels_as(self, gradient: torch.Tensor, destination: torch.Tensor | None = None) -> torch.dtype:
+        """The element type in which ``gradient`` is in the bucket."""
         total = self.reduce_dtype or (gradient if destination is None else destination).dtype
-        dtype = gradient.dtype if self._travels_as_it_is else total
-        return self._runtime.bucket(self.group, dtype, gradient.device)
+        return gradient.dtype if self._travels_as_it_is else total
+
+    def _bins(self, gradient: torch.Tensor, destination: torch.Tensor | None) -> Bins:
+        return self._runtime.bucket(self.group, self.travels_as(gradient, destination), gradient.device)
 
     def padded_bytes(self, gradient: torch.Tensor, destination: torch.Tensor | None = None) -> int:
         """Bytes that ``gradient`` [rows, …] takes in the bucket: N·⌈rows/N⌉ rows, if it is scattered.
@@ -93,6 +106,11 @@ class GradientBucket:
         Only its shape, element type and device are read; so are those of ``destination``, by default like it.
         """
         return self._bins(gradient, destination).padded_bytes(gradient.shape, self.kind)
+
+    def load(self, gradient: torch.Tensor, destination: torch.Tensor | None = None) -> Load:
+        """What a gradient like this one fills."""
+        bins = self._bins(gradient, destination)
+        return Load(bins, self.padded_bytes(gradient, destination), bins.room(self.cap, self.kind))
 
     def takes(self, gradient: torch.Tensor, destination: torch.Tensor | None = None) -> bool:
         """Whether ``gradient`` is small: at most a fourth of the cap, padded.
@@ -133,6 +151,11 @@ class GradientBucket:
         """Takes in what is next to arrive: call it between computations, so that what follows can travel."""
         for bins in self._used:
             bins.advance()
+
+    def send(self) -> None:
+        """What was added travels now, though it does not fill a bin."""
+        for bins in self._used:
+            bins.send()
 
     def flush(self) -> None:
         """Until every sum is in its destination. The bucket holds no memory then."""

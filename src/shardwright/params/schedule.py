@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
+from shardwright.comm.bucket import Load
 from shardwright.params.sharing import Sharing
 from shardwright.params.unit import Handles, Unit
 from shardwright.sharding import ONCE_A_STEP, Sharding
@@ -206,6 +207,10 @@ class Schedule:
             unit.drop()
 
     # -- reducing
+
+    def load(self, stored: StoredParameter) -> Load | None:
+        """What a gradient of ``stored`` fills of a bucket; None where it travels by itself."""
+        return self._sharing.load(stored)
 
     def reduce(self, unit: Unit, fresh: list[tuple[StoredParameter, torch.Tensor]]) -> None:
         """``fresh`` gradients of ``unit`` start to travel; what travelled before goes on a stage.

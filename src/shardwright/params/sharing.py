@@ -1,11 +1,11 @@
 """Sharing: the small gradients of all units travel together, in buckets (comm/bucket.py); only while backward runs.
 
-| when                     | what                                                                                    |
-|--------------------------|-----------------------------------------------------------------------------------------|
-| backward begins          | the buckets are told what may come, so that none is larger                              |
-| a small gradient is ready | it is copied into the bucket of the axes that split its storage; else of all its axes  |
-| backward ends            | the buckets are flushed; parts that are partial over other axes too share a bucket of   |
-|                          | those; then everything lands, in the order in which it came                             |
+| when                      | what                                                                                     |
+|---------------------------|------------------------------------------------------------------------------------------|
+| backward begins           | the buckets are told what may come, so that none is larger                               |
+| a small gradient is ready | it is copied into the bucket of the axes that split its storage; else of all its axes    |
+| a bin of it has travelled | sums land; parts that are partial over other axes too go on, together, in a bin of those |
+| backward ends             | the buckets are flushed                                                                  |
 
 What is small is decided by the rank that uses most of a parameter, so that all ranks decide alike where a tensor axis
 cuts it unevenly: else they would make their other collectives at different points, and wait for each other.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwright import trace
-from shardwright.comm.bucket import GradientBucket, Kind
+from shardwright.comm.bucket import KINDS, GradientBucket, Kind, Load
 from shardwright.comm.groups import AxisGroup
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class Sharing:
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[Kind, AxisGroup, int], GradientBucket] = {}
-        self._taken: list[tuple[StoredParameter, torch.Tensor]] = []
         self._stand_ins: dict[StoredParameter, torch.Tensor | None] = {}
 
     def expect(self, members: Sequence[StoredParameter]) -> None:
@@ -41,48 +40,56 @@ class Sharing:
             if like is not None:
                 total = stored.local if stored.wide(like) else like
                 self._first(stored).expect(like, total)
-                if stored.gather_group.size > 1 and stored.rest_group.size > 1:
-                    self._bucket("all_reduce", stored.rest_group, stored).expect(stored.local)
+                if _goes_on(stored):
+                    self._rest(stored).expect(stored.local)
+
+    def load(self, stored: StoredParameter) -> Load | None:
+        """What a gradient fills of the bins that it is copied into; None where it travels by itself."""
+        like = self._stand_in(stored)
+        if like is None:
+            return None
+        return self._first(stored).load(like, stored.local if stored.wide(like) else like)
 
     def take(self, stored: StoredParameter, gradient: torch.Tensor) -> bool:
         """Takes a copy of a small gradient; False where it is to travel by itself."""
         if self._stand_in(stored) is None:
             return False
         if stored.gather_group.size > 1:
-            result = stored.new_gradient(gradient).zero_()
+            part = stored.new_gradient(gradient).zero_()
         else:
-            gradient = result = stored.widened(gradient)
-        self._first(stored).add(gradient, result)
-        self._taken.append((stored, result))
+            gradient = part = stored.widened(gradient)
+        self._first(stored).add(gradient, part, lambda: self._arrived(stored, part))
+        if _goes_on(stored):
+            self._rest(stored).send()
         return True
+
+    def _arrived(self, stored: StoredParameter, part: torch.Tensor) -> None:
+        """``part`` is the sum over the first axes; it lands, or goes on over the others."""
+        total = stored.widened(part)
+        if _goes_on(stored):
+            self._rest(stored).add(total, total, lambda: stored.land(total))
+        else:
+            stored.land(total)
 
     def advance(self) -> None:
         """Lets what travels take in what is next to arrive."""
-        for bucket in self._buckets.values():
+        for bucket in self._all():
             bucket.advance()
 
     def finish(self) -> None:
-        """Backward is over: every sum is made, and lands. No memory is held."""
-        taken, self._taken = self._taken, []
-        self._flush("reduce_scatter")
-        results = [(stored, stored.widened(result)) for stored, result in taken]
-        for stored, result in results:
-            if stored.gather_group.size > 1 and stored.rest_group.size > 1:
-                self._bucket("all_reduce", stored.rest_group, stored).add(result, result)
-        self._flush("all_reduce")
-        for stored, result in results:
-            stored.land(result)
+        """Backward is over: every sum is made, and has landed. No memory is held."""
+        for kind in KINDS:  # what is scattered may go on
+            for bucket in self._all():
+                if bucket.kind == kind:
+                    bucket.flush()
 
     def abandon(self) -> None:
         """Drops what an aborted backward left."""
-        self._taken = []
-        for bucket in self._buckets.values():
+        for bucket in self._all():
             bucket.abandon()
 
-    def _flush(self, kind: Kind) -> None:
-        for (of_kind, _, _), bucket in self._buckets.items():
-            if of_kind == kind:
-                bucket.flush()
+    def _all(self) -> list[GradientBucket]:
+        return list(self._buckets.values())
 
     def _stand_in(self, stored: StoredParameter) -> torch.Tensor | None:
         """Like its gradients on this rank, without their memory; None where they travel by themselves."""
@@ -103,11 +110,25 @@ class Sharing:
             return self._bucket("reduce_scatter", stored.gather_group, stored)
         return self._bucket("all_reduce", stored.rest_group, stored)
 
-    def _bucket(self, kind: Kind, group: AxisGroup, stored: StoredParameter) -> GradientBucket:
-        key = (kind, group, stored.unit.sharding.bucket)
+    def _rest(self, stored: StoredParameter) -> GradientBucket:
+        """Where parts go on: what a full bin becomes, an Nth of it in its own element type, has room in a bin."""
+        travels = self._first(stored).travels_as(_like(stored, stored.whole_shape), stored.local)
+        each = stored.gather_group.size * travels.itemsize
+        return self._bucket("all_reduce", stored.rest_group, stored, stored.parameter.dtype.itemsize, each)
+
+    def _bucket(
+        self, kind: Kind, group: AxisGroup, stored: StoredParameter, times: int = 1, part: int = 1
+    ) -> GradientBucket:
+        cap = stored.unit.sharding.bucket * times // part
+        key = (kind, group, cap)
         if key not in self._buckets:
-            self._buckets[key] = GradientBucket.over(stored.runtime, group, stored.unit.sharding.bucket, kind)
+            self._buckets[key] = GradientBucket.over(stored.runtime, group, cap, kind)
         return self._buckets[key]
+
+
+def _goes_on(stored: StoredParameter) -> bool:
+    """Whether gradients are partial over axes that do not split storage, beside those that do."""
+    return stored.gather_group.size > 1 and stored.rest_group.size > 1
 
 
 def _like(stored: StoredParameter, shape: Sequence[int]) -> torch.Tensor:

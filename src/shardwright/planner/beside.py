@@ -45,7 +45,7 @@ def improved(
 
 
 def _neighbours(best: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """What differs from the best in one thing: units in flight, then the order of the axes, then the grids.
+    """What differs from the best in one thing: units in flight, the order of the axes, the grids, then a bucket.
 
     Fewer units in flight free memory only, so they are left out where the fastest mix of all fits.
     """
@@ -62,8 +62,9 @@ def _neighbours(best: Candidate, candidates: Sequence[Candidate]) -> list[Candid
     return sorted(found, key=lambda each: _nearness(mine, each.structure))
 
 
-def _nearness(mine: Structure, other: Structure) -> tuple[bool, int, bool]:
-    return mine.in_flight == other.in_flight, -other.in_flight, mine.feature_axes == other.feature_axes
+def _nearness(mine: Structure, other: Structure) -> tuple[bool, int, bool, int]:
+    of_axes = mine.feature_axes == other.feature_axes
+    return mine.in_flight == other.in_flight, -other.in_flight, of_axes, abs(other.bins - mine.bins)
 
 
 def _chunked(modes: Sequence[Mode], chunks: int) -> list[Mode]:

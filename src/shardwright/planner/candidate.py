@@ -169,8 +169,8 @@ def _named(attention: Price, mlp: Price, structure: Structure) -> str:
 def _priced(task: tuple[Problem, Structure, Mode, str]) -> Priced | None:
     """One rehearsal, in a process of the pool; None where the runtime refuses the layout."""
     problem, structure, mode, recompute = task
-    plan = problem.plan(structure, [(mode, mode, recompute)] * problem.config.num_hidden_layers)
     try:
+        plan = problem.plan(structure, [(mode, mode, recompute)] * problem.config.num_hidden_layers)
         return price(problem.family, problem.config, plan, problem.machine(structure), mode, recompute)
     except InputError:
         return None

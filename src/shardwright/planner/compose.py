@@ -17,8 +17,9 @@ from typing import Any
 from shardwright._plan import Plan
 from shardwright.models import Family, family_of
 from shardwright.planner.classes import rank_classes
+from shardwright.planner.pace import short_runs
 from shardwright.planner.pieces import Piece, cut
-from shardwright.planner.stretch import Run, kinds, rehearse_few, runs, shortened
+from shardwright.planner.runs import Run, kinds, rehearse_few
 from shardwright.trace import PHASES, Trace
 
 
@@ -152,7 +153,7 @@ def composing(
 ) -> Callable[[], Composed]:
     """The same in two parts: what a pool has to rehearse is begun here, and waited for when the answer is called."""
     family, known = family_of(config), {} if known is None else known
-    short = [shortened(run, max(1, plan.in_flight - 1), units=1) for run in runs(kinds(family, config, plan))]
+    short = short_runs(family, config, plan, 0, max(1, plan.in_flight - 1), 1)
     few = _few(family, config, plan, short)
     keys = [(ranks.representative, few) for ranks in rank_classes(config, plan)]
     new = [(config, plan, rank, short) for rank, _ in keys if (rank, few) not in known]

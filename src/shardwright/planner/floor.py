@@ -22,8 +22,8 @@ from shardwright.cost.place import Here
 from shardwright.models import Family
 from shardwright.planner.pieces import cut
 from shardwright.planner.problem import Problem
+from shardwright.planner.runs import Run, kinds, rehearse_few, runs
 from shardwright.planner.space import GRIDS, Mode, Structure
-from shardwright.planner.stretch import Run, kinds, rehearse_few, runs
 from shardwright.site import Site
 from shardwright.trace import Op
 

@@ -15,10 +15,11 @@ from shardwright._plan import Plan
 from shardwright.cost.machine import Machine
 from shardwright.models import Family
 from shardwright.planner.compose import Unit
+from shardwright.planner.pace import short_runs
 from shardwright.planner.pieces import Piece, cut
+from shardwright.planner.runs import rehearse_few
 from shardwright.planner.solve import Frame, Way
 from shardwright.planner.space import Mode
-from shardwright.planner.stretch import kinds, rehearse_few, runs, shortened
 from shardwright.trace import Trace
 from shardwright.trace.timeline import timeline
 
@@ -111,8 +112,7 @@ def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode,
 
     Raises InputError where the plan does not fit the model.
     """
-    run = runs(kinds(family, config, plan))[0]
-    short = shortened(run, max(1, plan.in_flight - 1), units=1)
+    short = short_runs(family, config, plan, 0, max(1, plan.in_flight - 1), 1)[0]
     few = plan.evolve(accumulation=min(plan.accumulation, MICRO_BATCHES))
     rehearsed = (1, few.accumulation)
     trace = rehearse_few(family, config, few, 0, rehearsed, [short])

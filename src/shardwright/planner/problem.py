@@ -11,6 +11,7 @@ from shardwright.cluster import Cluster
 from shardwright.cost.machine import Machine
 from shardwright.layout import GridLayout
 from shardwright.models import Family, family_of
+from shardwright.planner.pace import cap_of
 from shardwright.planner.patterns import patterns
 from shardwright.planner.space import Mode, Structure, structures
 from shardwright.site import Site
@@ -55,8 +56,9 @@ class Problem:
         return Machine(self.cluster, structure.mesh, self.base.dtype, self.base.backend, stored)
 
     def plan(self, structure: Structure, choices: Sequence[Choice]) -> Plan:
-        """The plan of a structure and its blocks' choices."""
-        return plan_of(structure, self.base, self.family, self.sites(structure.accumulation), choices)
+        """The plan of a structure and its blocks' choices. Raises InputError where its bins do not come round."""
+        plan = plan_of(structure, self.base, self.family, self.sites(structure.accumulation), choices)
+        return plan.evolve(bucket=cap_of(self.config, plan, structure.bins)) if structure.bins else plan
 
 
 def plan_of(

@@ -11,6 +11,7 @@ is what a block (or its attention, or its MLP) may choose by itself.
 | stream         | tokens split over tensor (gather and scatter), or whole there (all-reduce)                          |
 | level          | replicate, optimizer, gradients, parameters, and parameters kept from forward to backward           |
 | in flight      | 2 gathered units at once, or 1, or 3, where weights are gathered                                    |
+| bucket         | none, or one whose bins the norms and biases of 2 blocks fill, or (where they are few) of all       |
 | micro-batches  | the batch in 1, 2, 4, … equal parts                                                                 |
 
 | of a mode      | candidates                                                                                          |
@@ -20,11 +21,13 @@ is what a block (or its attention, or its MLP) may choose by itself.
 | save_x         | the shard, or the gathered input                                                                    |
 | recompute      | none, or the whole block                                                                            |
 
-A structure is *plain* where its order is the first, its grids are grids, and 2 units are in flight.
+A structure is *plain* where its order is the first, its grids are grids, 2 units are in flight, and nothing shares a
+bucket.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -48,6 +51,12 @@ LEVELS = (("replicate", False), ("optimizer", False), ("gradients", False), ("pa
 
 IN_FLIGHT = (2, 1, 3)
 """How many units may be gathered at once, the usual number first."""
+
+BINS = (0, 2)
+"""How many blocks fill a bin of the bucket (half of its cap) with their vectors; 0: there is none."""
+
+FEW_BLOCKS = 8
+"""So many blocks at most may fill one bin all together."""
 
 GRIDS = (("grid", "grid"), ("flat", "grid"), ("grid", "flat"))
 """(attention's, the MLP's) grid on j × l; both flat is one tensor axis."""
@@ -86,7 +95,7 @@ class Structure:
     replica, data: ranks that split tokens; storage is split over ``data`` only. j, l: ranks that split features; l = 1
     is one tensor axis. stream: ``split`` or ``whole`` over it. accumulation: micro-batches of a step. grids: what
     attention and the MLP do on j × l (GRIDS). in_flight: units gathered at once. data_first, l_first: the order of the
-    mesh's axes where it is not the usual one.
+    mesh's axes where it is not the usual one. bins: blocks that fill a bin of the bucket (BINS).
     """
 
     replica: int
@@ -101,6 +110,7 @@ class Structure:
     in_flight: int = IN_FLIGHT[0]
     data_first: bool = False
     l_first: bool = False
+    bins: int = BINS[0]
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -130,23 +140,27 @@ class Structure:
     @property
     def usual(self) -> Structure:
         """The plain structure that this one is a variant of."""
-        return replace(self, grids=GRIDS[0], in_flight=IN_FLIGHT[0], data_first=False, l_first=False)
+        return replace(self, grids=GRIDS[0], in_flight=IN_FLIGHT[0], data_first=False, l_first=False, bins=BINS[0])
 
     def differs(self, other: Structure) -> int:
         """In how many things beside the usual ones."""
-        names = ("grids", "in_flight", "data_first", "l_first")
+        names = ("grids", "in_flight", "data_first", "l_first", "bins")
         return sum(getattr(self, name) != getattr(other, name) for name in names)
 
-    @property
-    def variants(self) -> Iterator[Structure]:
-        """The other structures of the same ``usual`` one."""
-        for data_first in (False, True) if self.replica > 1 else (False,):
-            for l_first in (False, True) if self.l > 1 else (False,):
-                for grids in GRIDS if self.l > 1 else GRIDS[:1]:
-                    for in_flight in IN_FLIGHT if self.level == "parameters" else IN_FLIGHT[:1]:
-                        other = replace(self, grids=grids, in_flight=in_flight, data_first=data_first, l_first=l_first)
-                        if other != self:
-                            yield other
+    def variants(self, blocks: int) -> Iterator[Structure]:
+        """The other structures of the same ``usual`` one, for a model of so many blocks."""
+        shares = self.replica * self.data > 1 or (self.tensor > 1 and self.stream == "split")
+        choices = itertools.product(
+            (False, True) if self.replica > 1 else (False,),
+            (False, True) if self.l > 1 else (False,),
+            GRIDS if self.l > 1 else GRIDS[:1],
+            IN_FLIGHT if self.level == "parameters" else IN_FLIGHT[:1],
+            _bins(blocks) if shares else BINS[:1],
+        )
+        for data_first, l_first, grids, in_flight, bins in choices:
+            other = replace(self, grids=grids, in_flight=in_flight, data_first=data_first, l_first=l_first, bins=bins)
+            if other != self:
+                yield other
 
     @property
     def tensor(self) -> int:
@@ -168,7 +182,8 @@ class Structure:
         parts = zip(("attention", "MLP"), self.grids, strict=True)
         flat = "".join(f", {part} flat" for part, grid in parts if grid == "flat")
         flight = f", {self.in_flight} in flight" if self.in_flight != IN_FLIGHT[0] else ""
-        return f"{mesh}: {self.level}{kept}{flight}{stream}{flat}{batches}"
+        bucket = f", {self.bins} blocks to a bin" if self.bins else ""
+        return f"{mesh}: {self.level}{kept}{flight}{bucket}{stream}{flat}{batches}"
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -221,7 +236,8 @@ def structures(family: Family, config: Any, devices: int, batch: int, sequence: 
                 for level, keep in LEVELS if ranks > 1 else LEVELS[:1]:
                     for data in _storage(ranks) if level != "replicate" else (ranks,):
                         plain = Structure(ranks // data, data, j, l, stream, level, keep, accumulation)
-                        yield from (each for each in (plain, *plain.variants) if each.grids in allowed)
+                        every = (plain, *plain.variants(config.num_hidden_layers))
+                        yield from (each for each in every if each.grids in allowed)
 
 
 def _tensor_axes(devices: int) -> Iterator[tuple[int, int]]:
@@ -242,6 +258,11 @@ def _accumulations(sequences: int) -> Iterator[int]:
             yield count
         count *= 2
     yield sequences
+
+
+def _bins(blocks: int) -> list[int]:
+    """How many of a model's blocks may fill a bin."""
+    return sorted({bins for bins in (*BINS, blocks) if not bins or (bins <= FEW_BLOCKS and blocks % bins == 0)})
 
 
 def _storage(ranks: int) -> list[int]:

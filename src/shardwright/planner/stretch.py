@@ -6,8 +6,8 @@ What comes out is the trace of the whole model, event by event.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ from shardwright import models
 from shardwright._plan import Plan
 from shardwright._rehearse import rehearse
 from shardwright.models import Family, family_of, has_rule
+from shardwright.planner.pace import short_runs
 from shardwright.planner.repeat import Repeat, repeated
+from shardwright.planner.runs import Run, rehearse_few
 from shardwright.planner.segments import NotPeriodic
 from shardwright.trace import Trace, collector_at_rest
-
-LONGEST_PERIOD = 8
-"""Blocks of the longest pattern of unlike blocks that is looked for."""
 
 FURTHER = 2
 """Neighbours that are added on each side where the middle blocks do not do the same yet."""
@@ -30,7 +29,7 @@ def rehearse_stretched(config: Any, plan: Plan, rank: int = 0, steps: int = 2) -
     """What ``rank`` would do under ``plan`` in its first ``steps`` steps: ``rehearse``, but faster for many blocks.
 
     config: a path of a config.json, or a Hugging Face config. A model is rehearsed as it is where its blocks are few or
-    do not do the same, and where gradients of several blocks share a bucket, which fills at its own pace.
+    do not do the same, and where bins of a bucket do not come round with whole blocks.
     """
     if isinstance(config, (str, Path)):
         config = models.load_config(config)
@@ -39,12 +38,11 @@ def rehearse_stretched(config: Any, plan: Plan, rank: int = 0, steps: int = 2) -
 
 
 def _rehearse(config: Any, plan: Plan, rank: int, steps: int) -> Trace:
-    if not has_rule(config) or plan.bucket or any(stored.bucket for stored in plan.params.values()):
+    if not has_rule(config):
         return rehearse(config, plan, rank, steps)
     family = family_of(config)
-    found = runs(kinds(family, config, plan))
     for radius in (plan.in_flight, plan.in_flight + FURTHER):
-        short = [shortened(run, radius) for run in found]
+        short = short_runs(family, config, plan, rank, radius, 2)
         if all(run.copies == 0 for run in short):
             break
         try:
@@ -52,72 +50,6 @@ def _rehearse(config: Any, plan: Plan, rank: int, steps: int) -> Trace:
         except NotPeriodic:
             continue
     return rehearse(config, plan, rank, steps)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Blocks [start, start + length) of the whole model, of which each is like the one ``period`` before it.
-
-    kept: how many of them are rehearsed. radius: how many of these come before the unit that is repeated.
-    keeps: whether W stays gathered from a forward to its backward.
-    """
-
-    start: int
-    length: int
-    period: int
-    kept: int
-    radius: int = 0
-
-    @property
-    def copies(self) -> int:
-        """How often the unit is repeated."""
-        return (self.length - self.kept) // self.period
-
-    @property
-    def blocks(self) -> list[int]:
-        """The blocks that are rehearsed, by their numbers in the whole model."""
-        head = min(self.radius + self.period, self.kept)
-        left_out = self.length - self.kept
-        return [self.start + i + (left_out if i >= head else 0) for i in range(self.kept)]
-
-
-def kinds(family: Family, config: Any, plan: Plan) -> list[Hashable]:
-    """What makes blocks alike, for each block: its sites' layouts, how it is stored, recomputation, and its type."""
-    sites = family.sites(config, plan.batch * plan.sequence)
-    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    found: list[Hashable] = []
-    for index, kind in enumerate(types):
-        block = f"{family.blocks}.{index}"
-        mine = [site for site in sites if site.name.startswith(f"{block}.")]
-        layouts = tuple((plan.layout_for(site), plan.sharding_for(site.name)) for site in mine)
-        found.append((layouts, plan.sharding_for(block), plan.recompute_for(block), kind))
-    return found
-
-
-def runs(found: Sequence[Hashable]) -> list[Run]:
-    """Cuts blocks of these kinds into runs, each as long as can be."""
-    cut, start = list[Run](), 0
-    while start < len(found):
-        best = Run(start, 1, 1, 1)
-        for period in range(1, LONGEST_PERIOD + 1):
-            stop = start + period
-            while stop < len(found) and found[stop] == found[stop - period]:
-                stop += 1
-            if stop - start >= 2 * period and stop - start > best.length:
-                best = Run(start, stop - start, period, stop - start)
-        cut.append(best)
-        start += best.length
-    return cut
-
-
-def shortened(run: Run, radius: int, units: int = 2) -> Run:
-    """The run with ``units`` units in its middle and ``radius`` blocks (and what does not divide) around, if shorter.
-
-    Two units can be compared.
-    """
-    kept = units * run.period + 2 * radius
-    kept += (run.length - kept) % run.period
-    return replace(run, kept=kept, radius=radius) if kept < run.length else run
 
 
 def _stretched(family: Family, config: Any, plan: Plan, rank: int, steps: int, short: Sequence[Run]) -> Trace:
@@ -129,36 +61,6 @@ def _stretched(family: Family, config: Any, plan: Plan, rank: int, steps: int, s
     stretched = repeated(trace, family.blocks, repeats)
     stretched.arena = _slots(trace, family, config, plan, rank, steps, short)
     return stretched
-
-
-def rehearse_few(
-    family: Family, config: Any, plan: Plan, rank: int, steps: int | Sequence[int], short: Sequence[Run]
-) -> Trace:
-    """The rehearsal of the blocks only that these runs keep; steps as ``rehearse`` takes them."""
-    blocks = [block for run in short for block in run.blocks]
-    return rehearse(models.of_blocks(config, blocks), _plan_of(family, config, plan, blocks), rank, steps)
-
-
-def _plan_of(family: Family, config: Any, plan: Plan, blocks: Sequence[int]) -> Plan:
-    """The plan with a pattern for each of these blocks, now numbered from 0, before all others."""
-    sites = family.sites(config, plan.batch * plan.sequence)
-    layouts, params, recompute = dict[str, Any](), dict[str, Any](), dict[str, str]()
-    for new, old in enumerate(blocks):
-        block, name = f"{family.blocks}.{old}", f"{family.blocks}.{new}"
-        mine = [site for site in sites if site.name.startswith(f"{block}.")]
-        layouts |= {name + site.name.removeprefix(block): plan.layout_for(site) for site in mine}
-        stored = {name + unit.removeprefix(block): plan.stored_for(unit) for unit in (*(s.name for s in mine), block)}
-        params |= {unit: each for unit, each in stored.items() if each is not None}
-        recompute[name] = plan.recompute_for(block)
-    return plan.evolve(
-        layouts=_before(layouts, plan.layouts),
-        params=_before(params, plan.params),
-        recompute=_before(recompute, plan.recompute),
-    )
-
-
-def _before(first: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    return first | {pattern: choice for pattern, choice in rest.items() if pattern not in first}
 
 
 def _slots(
