@@ -184,8 +184,8 @@ def test_what_a_bin_brings_goes_on_at_once_and_lands_while_backward_runs():
         )
 
 
-def added_before_the_end(trace, size):
-    """How many gradients of ``size`` bytes step 2 adds to earlier ones, and lets go of, before blocks' backward is over."""
+def freed_before_the_end(trace, size):
+    """How many gradients of ``size`` bytes step 2 lets go of before the backward of blocks is over."""
     places = {place: event for place, event in enumerate(trace.events) if (event.step, event.phase) == (2, "backward")}
     at_work = [p for p, e in places.items() if isinstance(e, Op) and e.module.startswith("model.layers.")]
     freed = [e.storage for p, e in places.items() if isinstance(e, Free) and p < at_work[-1]]
