@@ -179,9 +179,8 @@ def test_what_a_bin_brings_goes_on_at_once_and_lands_while_backward_runs():
         moves = [c.axes for c in real.collectives if c.step == 2 and c.module == "bucket"]
         assert moves.count(("data",)) == moves.count(("tensor",)) == 2 * 7, "six blocks and the last norm"
         assert moves[:4] == [("data",), ("tensor",)] * 2
-        assert added_before_the_end(real, models.load_config(path).hidden_size // 2 * 4) == 10, (
-            "two of each bin but the last two"
-        )
+        part = models.load_config(path).hidden_size // 2 * 4
+        assert freed_before_the_end(real, part) == 10, "two of each bin but the last two"
 
 
 def freed_before_the_end(trace, size):
