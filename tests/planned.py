@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import tiny
 from shardwright._plan import Plan
 from shardwright.cluster import Cluster
-from shardwright.planner import beside, compose, explore, price, search, space
+from shardwright.planner import beside, compose, explore, floor, price, search, space
 from shardwright.planner.problem import Problem
 from shardwright.planner.request import request
 from shardwright.planner.runs import rehearse_few
@@ -47,11 +48,17 @@ def cluster(within: float = 1e9, between: float = 1e8, latency: float = 1e-6, me
     )
 
 
+@functools.cache
+def small() -> Path:
+    """The config of SIZES: one file, so that equal plans of all tests are equal."""
+    return tiny.config_path(**SIZES)
+
+
 def problem(
     machines: Cluster, memory: int | None = None, batch: int = 4, sequence: int = 128, path: Path | None = None
 ) -> Problem:
     """What ``shardwright plan`` would ask of the search."""
-    return request(path or tiny.config_path(**SIZES), machines, memory, batch, sequence, "float32", None, "gloo")
+    return request(path or small(), machines, memory, batch, sequence, "float32", None, "gloo")
 
 
 class Here(Executor):
@@ -94,6 +101,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.planner.problem.structures", few)
     monkeypatch.setattr(price, "rehearse_few", remembered)
     monkeypatch.setattr(compose, "rehearse_few", remembered)
+    monkeypatch.setattr(floor, "rehearse_few", remembered)
 
 
 def searched(asked: Problem) -> search.Found:

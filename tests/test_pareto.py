@@ -12,6 +12,7 @@ from shardwright.planner.limits import Limits
 from shardwright.planner.pareto import FINEST, Knob, Point, curve, knobs
 from shardwright.planner.solve import fastest
 from shardwright.planner.space import MODES, Structure
+from shardwright.report.planning import curve_table
 from test_solve import alive, drawn, mixes, seconds_of
 
 STRUCTURE = Structure(1, 2, 2, 1, "split", "replicate", False, 1)
@@ -85,3 +86,15 @@ def test_knobs_are_ranked_by_what_a_millisecond_buys():
     assert knobs((a, b, c)) == (Knob(4 * gib, c.seconds - b.seconds, c), Knob(gib, b.seconds - a.seconds, b))
     assert [knob.gib_per_ms for knob in knobs((a, b, c))] == pytest.approx([4.0, 0.25])
     assert knobs((a,)) == knobs(()) == ()
+
+
+def test_the_table_tells_the_ends_of_straight_stretches_and_the_plan():
+    """Of six points the second and third lie between others of their structure, on a line; the plan is told though."""
+    gib = 2**30
+    line = [Point((10 - n) * gib, 1.0 + n * 0.5, "a", f"{n}") for n in range(4)]
+    bent = Point(6 * gib, 3.4, "a", "4")
+    points = (*line, bent, Point(5 * gib, 3.5, "b", "5"))
+    for chosen, told in ((points[0], "0345"), (points[2], "02345")):
+        table = curve_table(points, knobs(points), chosen)
+        assert "".join(table.columns[5].cells) == told
+        assert [*table.columns[3].cells][told.index(chosen.blocks)] == "the plan"

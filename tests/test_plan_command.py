@@ -15,7 +15,7 @@ from test_cli import refused, run
 
 ASK = ("--batch", "1", "--sequence", "32", "--dtype", "fp32", "--master-dtype", "fp32", "--backend", "gloo")
 KEYS = {
-    "plan", "objective", "bound", "gap", "memory", "peak", "composed", "spent",
+    "plan", "objective", "bound", "gap", "memory", "peak", "composed", "solve_time",
     "candidates", "left", "curve", "knobs", "sites",
 }  # fmt: skip
 
@@ -50,6 +50,7 @@ def test_it_writes_a_plan_that_loads_and_says_how_sure_it_is(two, tmp_path):
     assert (figures["objective"], figures["bound"], figures["gap"]) == (plan.objective, plan.bound, plan.gap)
     assert plan.objective is not None and plan.bound is not None
     assert 0 < plan.bound <= plan.objective
+    assert plan.solve_time is not None and figures["solve_time"] == plan.solve_time > 0
     assert figures["candidates"][0]["why_not"] == "this is the plan"
     assert min(point["seconds"] for point in figures["curve"]) <= plan.objective
     assert picture.read_text().startswith("<svg") and picture.read_text().endswith("</svg>\n")

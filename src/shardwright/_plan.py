@@ -182,6 +182,7 @@ class Plan(BaseModel):
     objective: float | None = Field(default=None, description="seconds of one step by the planner's model")
     bound: float | None = Field(default=None, description="seconds that no plan can beat, by the planner's model")
     gap: float | None = Field(default=None, ge=0, description="(objective − bound) / objective, a ratio without a unit")
+    solve_time: float | None = Field(default=None, ge=0, description="seconds that the planner took, all included")
 
     _directory: Path = PrivateAttr(default_factory=Path.cwd)
 
@@ -248,7 +249,7 @@ class Plan(BaseModel):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as YAML, whole or not at all; the config's path is stored relative to the plan file."""
-        data = self.model_dump(exclude={name for name in _WHEN_KNOWN if getattr(self, name) is None})
+        data = self.model_dump(exclude={name for name in ANSWERS if getattr(self, name) is None})
         directory = os.path.dirname(os.path.abspath(path))
         data["model"]["config"] = Path(os.path.relpath(self.config_path, directory)).as_posix()
         write_yaml(path, data, HEADER)
@@ -386,8 +387,8 @@ class Plan(BaseModel):
         raise InputError(f"layouts: found no pattern for the site {site.name}; allowed: patterns that match every site")
 
 
-_WHEN_KNOWN = ("predicted", "objective", "bound", "gap")
-"""Fields that a plan file leaves out while nothing is known."""
+ANSWERS = ("predicted", "objective", "bound", "gap", "solve_time")
+"""Fields that state what was found out about a plan, not what it does; left out of a file while they are not known."""
 
 
 def _sha256(path: Path) -> str:

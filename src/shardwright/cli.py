@@ -229,13 +229,13 @@ def plan(
             found.plan.save(output)
         if json_path is not None:
             write_text(json_path, json.dumps(planning.found_json(found, points, knobs), indent=2) + "\n")
+        here = min(points, key=lambda point: (abs(point.seconds - found.mix.seconds), point.peak))
         if picture is not None:
-            here = min(points, key=lambda point: (abs(point.seconds - found.mix.seconds), point.peak))
             write_text(picture, planning.curve_svg(points, found.problem.memory, here))
         for line in planning.headline(found):
             console.print(line, highlight=False)
         console.print(planning.candidates_table(found))
-        console.print(planning.curve_table(points, knobs))
+        console.print(planning.curve_table(points, knobs, here))
         console.print(planning.distance_table(found))
 
 

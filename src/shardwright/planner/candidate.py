@@ -69,7 +69,7 @@ class Candidate:
 def told(candidate: Candidate, mix: Mix) -> str:
     """``3 blocks async, shard / ring, shard; 5 blocks …``."""
     return "; ".join(
-        f"{count * candidate.period} blocks {way.name}"
+        f"{count * candidate.period} block{'s' if count * candidate.period > 1 else ''} {way.name}"
         for way, count in zip(candidate.ways, mix.counts, strict=True)
         if count
     )

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from shardwright._errors import DoesNotFit
 from shardwright._files import format_bytes
@@ -47,7 +47,6 @@ class Found:
     looked_at: tuple[Candidate, ...]
     left: tuple[Candidate, ...]
     bound: float
-    spent: float = field(compare=False)
 
 
 def search(
@@ -74,12 +73,15 @@ def search(
     predicted = certificate.predicted()
     predicted["time"] = certificate.seconds
     plan = certificate.written(plan).evolve(
-        predicted=predicted, objective=mix.seconds, bound=bound, gap=(mix.seconds - bound) / mix.seconds
+        predicted=predicted,
+        objective=mix.seconds,
+        bound=bound,
+        gap=(mix.seconds - bound) / mix.seconds,
+        solve_time=time.monotonic() - started,
     )
     others = [each for each in looked_at if each not in failed and each is not best]
     told_of = (best, *others, *(replace(each, mix=None) for each in failed))
-    spent = time.monotonic() - started
-    return Found(problem, plan, best, mix, composed, certificate, told_of, tuple(left), bound, spent)
+    return Found(problem, plan, best, mix, composed, certificate, told_of, tuple(left), bound)
 
 
 def _priced(problem: Problem, pool: Executor, until: float, tell: Tell) -> tuple[list[Candidate], list[Candidate]]:

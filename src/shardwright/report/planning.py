@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -32,7 +33,7 @@ def headline(found: Found) -> list[str]:
         f"timeline    {_ms(plan.predicted.time or 0.0)} of the certified rehearsal, by the same model of the machine",
         f"peak        {format_bytes(peak)} ({peak:,} bytes), {format_bytes(room - peak)} below the budget",
         f"bound       {_ms(found.bound)}: no plan of the space is faster by the model; gap {plan.gap:.1%}",
-        f"looked at   {priced} structures priced, {left} left with a bound, in {found.spent:.0f} s",
+        f"looked at   {priced} structures priced, {left} left with a bound, in {plan.solve_time or 0.0:.0f} s",
         "certified   composed and rehearsed peak, saved bytes and volume are equal; collectives agree on all ranks",
     ]
     return lines
@@ -79,8 +80,8 @@ def candidates_json(found: Found) -> list[dict[str, Any]]:
     return rows
 
 
-def curve_table(points: tuple[Point, ...], knobs: tuple[Knob, ...]) -> Table:
-    """What memory buys, and which step down gives most GiB per millisecond."""
+def curve_table(points: tuple[Point, ...], knobs: tuple[Knob, ...], chosen: Point) -> Table:
+    """What memory buys, and which step down gives most GiB per millisecond; where the curve is straight, its ends."""
     rank = {knob.to: place for place, knob in enumerate(knobs, 1)}
     gives = {knob.to: knob.gib_per_ms for knob in knobs}
     table = Table(title="what memory buys (the fastest at each peak)", title_justify="left")
@@ -89,12 +90,21 @@ def curve_table(points: tuple[Point, ...], knobs: tuple[Knob, ...]) -> Table:
         ("structure", "left"), ("blocks", "left"),
     ):  # fmt: skip
         table.add_column(head, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for point in points:
-        knob = f"{gives[point]:.3g}" if point in gives else ""
-        table.add_row(
-            format_bytes(point.peak), _ms(point.seconds), knob, str(rank.get(point, "")), point.structure, point.blocks
-        )
+    for place, point in enumerate(points):
+        if point == chosen or not _straight(points, place, gives):
+            knob = f"{gives[point]:.3g}" if point in gives else ""
+            number = "the plan" if point == chosen else str(rank.get(point, ""))
+            table.add_row(format_bytes(point.peak), _ms(point.seconds), knob, number, point.structure, point.blocks)
     return table
+
+
+def _straight(points: Sequence[Point], place: int, gives: Mapping[Point, float]) -> bool:
+    """Whether the curve goes on at a point as it came: the same structure, as many GiB for each millisecond."""
+    if not 0 < place < len(points) - 1:
+        return False
+    before, here, after = points[place - 1 : place + 2]
+    alike = before.structure == here.structure == after.structure
+    return alike and here in gives and after in gives and f"{gives[here]:.3g}" == f"{gives[after]:.3g}"
 
 
 def distances(found: Found) -> list[Distance]:
@@ -135,7 +145,7 @@ def found_json(found: Found, points: tuple[Point, ...], knobs: tuple[Knob, ...])
         "memory": found.problem.memory,
         "peak": found.certificate.peak_bytes,
         "composed": found.composed.expected(),
-        "spent": found.spent,
+        "solve_time": found.plan.solve_time,
         "candidates": candidates_json(found),
         "left": [{"structure": each.structure.name, "bound": each.limits.seconds} for each in found.left],
         "curve": [_point(point) for point in points],

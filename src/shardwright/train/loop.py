@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from shardwright import mesh as mesh_math
 from shardwright._errors import InputError
 from shardwright._launched import POLL_SECONDS, Place, refuse
-from shardwright._plan import Plan
+from shardwright._plan import ANSWERS, Plan
 from shardwright.train.data import TokenStream, encode_documents, load_tokenizer
 from shardwright.train.metrics import MetricsWriter, Writer, forget_metrics_after, step_metrics
 from shardwright.train.progress import StepProgress
@@ -256,7 +256,7 @@ def _given(path: Path | None) -> Path:
 
 def _fingerprint(plan: Plan) -> str:
     """SHA-256 of what a plan states, what it predicts left out."""
-    stated = plan.model_dump(exclude={"predicted", "objective", "bound", "gap"})
+    stated = plan.model_dump(exclude=set(ANSWERS))
     return hashlib.sha256(json.dumps(stated, default=str).encode()).hexdigest()
 
 
