@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def two(tmp_path: Path) -> Path:
     return path
 
 
+@functools.cache
 def config() -> Path:
     return tiny.config_path(**{**SIZES, "num_hidden_layers": 1})
 
