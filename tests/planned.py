@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -73,15 +74,16 @@ class Here(Executor):
         return (work(*each) for each in zip(*iterables, strict=True))
 
 
-KNOWN: dict[str, Trace] = {}
+KNOWN: dict[str, bytes] = {}
+"""Plan → its trace, pickled: millions of live objects would slow every collection, and every fork."""
 
 
 def remembered(family: Any, config: Any, plan: Plan, rank: int, steps: int, short: Any) -> Trace:
     """The rehearsal, done once for equal plans: it knows nothing of the cluster."""
     key = f"{config.to_json_string()} {plan.model_dump_json()} {rank} {steps} {short}"
     if key not in KNOWN:
-        KNOWN[key] = rehearse_few(family, config, plan, rank, steps, short)
-    return KNOWN[key]
+        KNOWN[key] = pickle.dumps(rehearse_few(family, config, plan, rank, steps, short))
+    return pickle.loads(KNOWN[key])
 
 
 def few(*asked: Any) -> Iterator[Structure]:
