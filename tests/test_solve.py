@@ -122,28 +122,18 @@ def test_the_leanest_mix_is_so_to_the_byte(seed):
     assert lean.peak == min(alive(frame, ways, counts) for counts in mixes(len(ways), blocks))
 
 
-@pytest.mark.parametrize("seed", range(2000, 2040))
-def test_wherever_the_solver_begins_it_ends_at_the_same_mix(seed):
-    """Also where the mix to begin with is over the budget, and where nothing fits."""
-    frame, ways, blocks = drawn(seed)
-    peaks = {counts: alive(frame, ways, counts) for counts in mixes(len(ways), blocks)}
-    starts = random.Random(seed).sample(sorted(peaks), min(4, len(peaks)))
-    for budget in budgets(list(peaks.values())):
-        cold = fastest(frame, ways, blocks, budget)
-        for start in starts:
-            warm = fastest(frame, ways, blocks, budget, start)
-            assert (warm is None) == (cold is None)
-            if cold is not None and warm is not None:
-                assert warm.seconds == pytest.approx(cold.seconds, rel=1e-12) and warm.peak <= budget
-                assert warm.bound <= warm.seconds and warm.gap == pytest.approx(0, abs=1e-9)
-
-
 TIED = [
-    *((105, 1), (105, 2**20), (120, 1)),  # HiGHS 1.16 with presolve ends where it was told to begin
-    *((57, 2**30 - 3), (99, 2**30 - 3)),  # with presolve at the solver's own tolerances it misses the fastest
-    *((seed, 2**20) for seed in range(9000, 9020)),
+    (57, 2**30 - 3),
+    (99, 2**30 - 3),
+    (105, 1),
+    (105, 2**20),
+    (120, 1),
+    *((seed, 2**20) for seed in range(9000, 9012)),
 ]
-"""(seed, unit) of instances with many ways of equal costs, and of mixes that fill the budget to the byte."""
+"""(seed, unit) of instances with many ways of equal costs, and of mixes that fill the budget to the byte.
+
+The first two went wrong at looser tolerances, the next three from a start.
+"""
 
 
 @pytest.mark.parametrize(("seed", "unit"), TIED)
@@ -152,8 +142,7 @@ def test_ties_and_budgets_without_a_byte_to_spare(seed, unit):
     check_tied(rng, unit, *rng.choice(((12, 3), (20, 2), (8, 4))))
 
 
-def test_cuts_at_tight_tolerances_took_the_fastest_mix_away():
-    """Without presolve, at tolerances of 1e-9."""
+def test_an_instance_that_went_wrong_without_presolve():
     check_tied(random.Random(3032), 2**20, 12, 3)
 
 
@@ -162,11 +151,9 @@ def check_tied(rng: random.Random, unit: int, ways: int, blocks: int) -> None:
     frame = Frame(1e-3, 4 * unit, unit, 2 * unit, unit, 4 * unit, 2 * unit)
     table = {each: (seconds_of(frame, some, each), alive(frame, some, each)) for each in mixes(ways, blocks)}
     least = min(peak for _, peak in table.values())
-    lean = min(table, key=lambda counts: table[counts][::-1])
     assert leanest(frame, some, blocks).peak == least
     for budget in (least, least + unit, least + 4 * unit, least + 8 * unit, least + 9 * unit + 1):
-        for start in (None, lean):
-            check((frame, some, blocks), fastest(frame, some, blocks, budget, start), budget, table)
+        check((frame, some, blocks), fastest(frame, some, blocks, budget), budget, table)
 
 
 def instances() -> st.SearchStrategy[Instance]:

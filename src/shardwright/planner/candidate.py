@@ -63,8 +63,7 @@ class Candidate:
         """The fastest mix of this structure within ``budget`` bytes."""
         if self.frame is None:
             return None
-        known = next((mix for mix in (self.mix, self.lean) if mix is not None and mix.peak <= budget), None)
-        return fastest(self.frame, self.ways, self.units, budget, known.counts if known else None)
+        return fastest(self.frame, self.ways, self.units, budget)
 
 
 def told(candidate: Candidate, mix: Mix) -> str:
@@ -128,9 +127,7 @@ def _solved(problem: Problem, candidate: Candidate, modes: Sequence[Mode], new: 
     named = list(_ways([_around(each, frame, units) for each in prices], structure))
     ways = tuple(way for way, _ in named)
     choices = tuple(choice for _, choice in named)
-    before = dict(zip((way.name for way in candidate.ways), candidate.mix.counts, strict=True)) if candidate.mix else {}
-    start = [before.get(way.name, 0) for way in ways] if before else None
-    mix, lean = fastest(frame, ways, units, problem.memory, start), leanest(frame, ways, units)
+    mix, lean = fastest(frame, ways, units, problem.memory), leanest(frame, ways, units)
     return Candidate(structure, candidate.limits, prices, frame, ways, choices, units, period, mix, lean, tried)
 
 

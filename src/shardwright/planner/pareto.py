@@ -67,7 +67,7 @@ def _walk(candidate: Candidate, most: int | None, finest: int) -> Iterable[Point
     least = leanest(frame, ways, units)
     budget = most if most is not None else 2**60
     while least.peak <= budget:
-        mix = fastest(frame, ways, units, budget, least.counts)
+        mix = fastest(frame, ways, units, budget)
         if mix is None:
             return
         yield _point(candidate, mix)
