@@ -133,14 +133,20 @@ def test_beside_the_best_one_thing_is_changed_at_a_time():
     others = [Candidate(each, Limits(0.0, 0, 0, 0.0, 0.0)) for each in best.variants(BLOCKS)]
     first = priced_in(asked, Candidate(best, others[0].limits), [Mode("ring", "shard")], Here())
     found = improved(asked, first, others, Here(), math.inf, lambda line: None)
-    more = [dataclasses.replace(best, in_flight=3), dataclasses.replace(best, bins=BLOCKS)]
-    assert {each.structure for each in found} == {best, *more}, "fewer in flight free memory, of which there is enough"
+    more = dataclasses.replace(best, in_flight=3)
+    further = dataclasses.replace(more, bins=BLOCKS)
+    assert {each.structure for each in found} == {best, more, further}
+    seconds = {each.structure: each.seconds for each in found}
+    assert seconds[more] < seconds[best], "so what is beside it comes next"
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+    one, bins = (dataclasses.replace(best, in_flight=1), dataclasses.replace(best, bins=BLOCKS))
+    fewer = [each for each in others if each.structure in (one, bins)]
+    roomy = {each.structure for each in improved(asked, first, fewer, Here(), math.inf, print)}
+    assert roomy == {best, bins}, "fewer in flight free memory, of which there is enough"
     assert first.lean is not None
     short = dataclasses.replace(asked, memory=first.lean.peak)
     tight = priced_in(short, Candidate(best, others[0].limits), [Mode("ring", "shard")], Here())
-    alone = {each for each in best.variants(BLOCKS) if each.differs(best) == 1}
-    assert {each.structure for each in improved(short, tight, others, Here(), math.inf, print)} == {best, *alone}
+    assert {each.structure for each in improved(short, tight, fewer, Here(), math.inf, print)} == {best, one, bins}
     same = next(each for each in found if each.structure == best)
     assert set(same.tried) == {Mode("ring", "shard"), Mode("ring", "shard", 2)} and same.seconds <= first.seconds
 

@@ -1,5 +1,7 @@
 """Beside the best: the fastest candidate's mix in more chunks, and the structures that differ from it in one thing.
 
+Step by step: from the fastest one that was found so far to what lies beside that.
+
 A structure's variants (space.py) are many, and most of them change little. So they are not looked at before the plain
 structures were; but those beside the best one are, in the modes of its mix only.
 """
@@ -26,22 +28,33 @@ def improved(
 ) -> list[Candidate]:
     """The best one with its mix in more chunks, and neighbours in that mix's modes, the fastest first.
 
-    Two chunks and one neighbour are looked at whatever the time, the others while there is time.
+    Where a neighbour is faster, its own neighbours come next. Two chunks and one neighbour are looked at whatever the
+    time, the others while there is time.
     """
-    assert best.mix is not None
-    chosen = [choice for choice, count in zip(best.choices, best.mix.counts, strict=True) if count]
-    used = list(dict.fromkeys(mode for attention, mlp, _ in chosen for mode in (attention, mlp)))
-    words = list(dict.fromkeys(word for _, _, word in chosen))
+    used, words = _chosen(best)
     tell(f"{best.structure.name}: more chunks")
     beside = [(each, used) for each in _neighbours(best, candidates)]
     found = all_priced(problem, [(best, used + _chunked(used, 2)), *beside[:1]], pool, words)
     if _chunked(used, 4) and time.monotonic() < until:
         found[0] = all_priced(problem, [(found[0], _chunked(used, 4))], pool, words)[0]
-    for each in beside[1:]:
-        if time.monotonic() < until:
-            tell(f"{each[0].structure.name}: beside the best")
-            found += all_priced(problem, [each], pool, words)
+    while time.monotonic() < until:
+        fastest = min(found, key=lambda each: each.seconds)
+        seen = {each.structure for each in found}
+        nearest = next((each for each in _neighbours(fastest, candidates) if each.structure not in seen), None)
+        if nearest is None:
+            break
+        tell(f"{nearest.structure.name}: beside the best")
+        used, words = _chosen(fastest)
+        found += all_priced(problem, [(nearest, used)], pool, words)
     return sorted((each for each in found if each.frame is not None), key=lambda each: each.seconds)
+
+
+def _chosen(candidate: Candidate) -> tuple[list[Mode], list[str]]:
+    """The modes, and the words of recomputation, in the candidate's mix."""
+    assert candidate.mix is not None
+    chosen = [choice for choice, count in zip(candidate.choices, candidate.mix.counts, strict=True) if count]
+    used = list(dict.fromkeys(mode for attention, mlp, _ in chosen for mode in (attention, mlp)))
+    return used, list(dict.fromkeys(word for _, _, word in chosen))
 
 
 def _neighbours(best: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:

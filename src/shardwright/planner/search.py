@@ -26,6 +26,9 @@ from shardwright.planner.problem import Problem
 from shardwright.planner.solve import Mix
 from shardwright.planner.space import MODES
 
+WIDELY = 0.8
+"""Share of the time for all structures; the rest is for what lies beside the best one."""
+
 ATTEMPTS = 6
 """How often a mix that is over the budget to the byte is solved again."""
 
@@ -61,7 +64,7 @@ def search(
     started = time.monotonic()
     with warnings.catch_warnings(), rehearsing(workers) as pool:
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-        looked_at, left = _priced(problem, pool, started + seconds, tell)
+        looked_at, left = _priced(problem, pool, started, seconds, tell)
         failed: list[Candidate] = []
         settled = _first_that_settles(problem, looked_at, failed, pool, tell)
         if settled is None:
@@ -84,10 +87,12 @@ def search(
     return Found(problem, plan, best, mix, composed, certificate, told_of, tuple(left), bound)
 
 
-def _priced(problem: Problem, pool: Executor, until: float, tell: Tell) -> tuple[list[Candidate], list[Candidate]]:
+def _priced(
+    problem: Problem, pool: Executor, started: float, seconds: float, tell: Tell
+) -> tuple[list[Candidate], list[Candidate]]:
     """(candidates that were priced, fastest first, the fastest in more modes than others; those that were not)."""
-    candidates = candidates_of(problem)
-    looked_at, left = explore(problem, candidates, pool, until, tell)
+    candidates, until = candidates_of(problem), started + seconds
+    looked_at, left = explore(problem, candidates, pool, started + WIDELY * seconds, tell)
     if not any(candidate.mix for candidate in looked_at):
         looked_at, unseen = leaner(problem, candidates, looked_at, pool, until)
         seen = {each.structure for each in looked_at}
