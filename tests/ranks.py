@@ -63,8 +63,6 @@ def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
         task = pipe.recv()
         if task is None:
             os._exit(0)
-        gc.collect()
-        gc.freeze()  # nor is what earlier tasks left in caches
         function, args = task
         try:
             pipe.send((True, function(*args)))

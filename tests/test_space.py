@@ -30,8 +30,8 @@ VARIANTS = {
     "data before replica": Structure(2, 2, 1, 1, "split", "parameters", False, 1, data_first=True),
     "one in flight": Structure(1, 2, 2, 1, "split", "parameters", False, 1, in_flight=1),
     "three in flight": Structure(1, 2, 2, 1, "split", "parameters", False, 1, in_flight=3),
-    "all blocks to a bin": Structure(1, 2, 2, 1, "split", "parameters", False, 2, bins=3),
-    "two blocks to a bin": Structure(1, 2, 2, 1, "split", "gradients", False, 2, bins=2),
+    "all blocks a bin": Structure(1, 2, 2, 1, "split", "parameters", False, 2, bins=3),
+    "two blocks a bin": Structure(1, 2, 2, 1, "split", "gradients", False, 2, bins=2),
 }
 
 

@@ -182,7 +182,7 @@ class Structure:
         parts = zip(("attention", "MLP"), self.grids, strict=True)
         flat = "".join(f", {part} flat" for part, grid in parts if grid == "flat")
         flight = f", {self.in_flight} in flight" if self.in_flight != IN_FLIGHT[0] else ""
-        bucket = f", {self.bins} blocks to a bin" if self.bins else ""
+        bucket = f", bucket ({self.bins} blocks a bin)" if self.bins else ""
         return f"{mesh}: {self.level}{kept}{flight}{bucket}{stream}{flat}{batches}"
 
     @property
