@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 import shardwright as sw
 import tiny
 from planned import SIZES, cluster, quick  # noqa: F401 (a fixture)
+from shardwright._errors import DoesNotFit
 from shardwright._plan import Plan
+from shardwright.planner.request import request
+from shardwright.planner.search import search
 from test_cli import refused, run
 
 ASK = ("--batch", "1", "--sequence", "32", "--dtype", "fp32", "--master-dtype", "fp32", "--backend", "gloo")
@@ -95,6 +99,19 @@ def test_the_fewest_devices_and_the_longest_sequence(two, tmp_path):
     refused(*asked, "--sequence", str(2 * length), status=3)
 
 
+@pytest.mark.usefixtures("quick")
+def test_the_largest_batch_fits_in_one_micro_batch_and_twice_as_much_does_not(two, tmp_path):
+    asked = ("plan", config(), "--cluster", two, *ASK, "--memory", "1500000", "--seconds", "1")
+    assert run(*asked, "--max-batch", "--json", tmp_path / "plan.json")[0] == 0
+    largest = json.loads((tmp_path / "plan.json").read_text())
+    batch = largest["plan"]["batch"]
+    assert batch > 1 and largest["plan"]["accumulation"] == 1
+    assert largest["peak"] <= largest["memory"] == 1_500_000
+    whole = dataclasses.replace(request(config(), two, 1_500_000, 2 * batch, 32, "float32", None, "gloo"), whole=True)
+    with pytest.raises(DoesNotFit):
+        search(whole, seconds=1)
+
+
 def test_bad_input_is_one_line(two, tmp_path):
     machine = ("--devices", "8xH100-80GB")
     assert "--cluster: found both or neither" in refused("plan", config(), "--cluster", two, *machine, *ASK)
@@ -112,6 +129,9 @@ def test_bad_input_is_one_line(two, tmp_path):
     assert "dtype" in refused("plan", config(), *machine, "--batch", "8", "--sequence", "8", "--dtype", "fp12")
     assert "backend" in refused("plan", config(), *machine, "--batch", "8", "--sequence", "8", "--backend", "mpi")
     assert "--min-devices" in refused("plan", config(), *machine, *ASK, "--min-devices", "--max-sequence")
+    assert "--max-sequence: found it beside --max-batch" in refused(
+        "plan", config(), *machine, *ASK, "--max-batch", "--max-sequence"
+    )
     assert "nope.json" in refused("plan", tmp_path / "nope.json", *machine, *ASK)
     assert "nope.yaml" in refused("plan", config(), "--cluster", tmp_path / "nope.yaml", *ASK)
     for option in ("--output", "--json", "--svg"):

@@ -196,6 +196,10 @@ def plan(
     max_sequence: Annotated[
         bool, typer.Option("--max-sequence", help="For the longest sequence, doubled as often as it fits.")
     ] = False,
+    max_batch: Annotated[
+        bool,
+        typer.Option("--max-batch", help="For the largest batch in one micro-batch, doubled as often as it fits."),
+    ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="PLAN.yaml", help="Write the plan.")] = None,
     json_path: JsonOption = None,
     picture: Annotated[
@@ -209,17 +213,20 @@ def plan(
                 check_directory(path, option)
         if (cluster is None) == (devices is None):
             raise InputError("--cluster: found both or neither of it and --devices; allowed: one of them")
-        if min_devices and max_sequence:
-            raise InputError("--min-devices: found it beside --max-sequence; allowed: one of them")
+        asked = {"--min-devices": min_devices, "--max-sequence": max_sequence, "--max-batch": max_batch}
+        given = [option for option, wanted in asked.items() if wanted]
+        if len(given) > 1:
+            raise InputError(f"{given[0]}: found it beside {given[1]}; allowed: one of them")
         from shardwright.planner import pareto
-        from shardwright.planner.request import least_devices, longest_sequence, request
+        from shardwright.planner.request import largest_batch, least_devices, longest_sequence, request
         from shardwright.planner.search import search
         from shardwright.report import planning
         from shardwright.report.console import table_console
 
         types = (DTYPES.get(dtype, dtype), DTYPES.get(master_dtype, master_dtype))
         problem = request(config, cluster or devices or "", memory, batch, sequence, *types, backend, level)
-        ask = least_devices if min_devices else longest_sequence if max_sequence else search
+        searches = {"--min-devices": least_devices, "--max-sequence": longest_sequence, "--max-batch": largest_batch}
+        ask = searches[given[0]] if given else search
         console = table_console()
         with console.status("planning") as status:
             found = ask(problem, seconds, tell=lambda line: status.update(f"planning: {line}"))

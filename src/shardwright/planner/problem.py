@@ -25,7 +25,7 @@ class Problem:
     """What the search is asked: a model, the devices, and the sizes that are given.
 
     batch: sequences of a step, over the whole mesh. memory: bytes that a device may hold. level: the only sharding
-    level that is looked at, None for all.
+    level that is looked at, None for all. whole: only steps of one micro-batch are looked at.
     """
 
     config: Any
@@ -35,6 +35,7 @@ class Problem:
     memory: int
     batch: int
     level: str | None = None
+    whole: bool = False
 
     @property
     def family(self) -> Family:
@@ -48,7 +49,8 @@ class Problem:
     def structures(self) -> Iterator[Structure]:
         """Everything that may be chosen."""
         every = structures(self.family, self.config, self.devices, self.batch, self.base.sequence)
-        return (each for each in every if self.level in (None, each.level))
+        asked = (each for each in every if self.level in (None, each.level))
+        return (each for each in asked if each.accumulation == 1 or not self.whole)
 
     def machine(self, structure: Structure) -> Machine:
         """The devices as a mesh of this structure."""

@@ -121,5 +121,20 @@ def longest_sequence(problem: Problem, seconds: float, tell: Tell) -> Found:
             return found
 
 
+def largest_batch(problem: Problem, seconds: float, tell: Tell) -> Found:
+    """The answer for the most sequences, of the batch asked for times a power of two, that one micro-batch has room
+    for. In several micro-batches any batch fits that fits in one.
+    """
+    found = search(replace(problem, whole=True), seconds, tell=tell)
+    while True:
+        larger = found.problem.batch * 2
+        tell(f"{larger} sequences")
+        try:
+            base = found.problem.base.evolve(batch=larger)
+            found = search(replace(found.problem, base=base, batch=larger), seconds, tell=tell)
+        except (DoesNotFit, InputError):
+            return found
+
+
 def _counts(devices: int) -> Iterator[int]:
     yield from (count for count in range(1, devices + 1) if devices % count == 0)
