@@ -183,6 +183,20 @@ def test_what_a_bin_brings_goes_on_at_once_and_lands_while_backward_runs():
         assert freed_before_the_end(real, part) == 10, "two of each bin but the last two"
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
+def test_what_a_full_bin_becomes_has_room_in_a_bin_whatever_its_type(backend, reduce_dtype):
+    """bfloat16 norms, of which each is a fourth of the cap as it travels, and parts of them in float32."""
+    path = tiny.config_path(num_hidden_layers=6)
+    params = {"*": {"level": "gradients", "reduce_dtype": reduce_dtype}}
+    plan = tiny.plan_of({"data": 2, "tensor": 2}, "sequence-parallel", path, params=params, backend=backend)
+    plan = plan.evolve(dtype="bfloat16", master_dtype="float32")
+    plan = plan.evolve(bucket=cap_of(models.load_config(path), plan, 1))
+    moves = [c for c in rehearse(path, plan).collectives if c.step == 2 and c.module == "bucket"]
+    for axes in (("data",), ("tensor",)):
+        assert len([c for c in moves if c.axes == axes]) == 7
+
+
 def freed_before_the_end(trace, size):
     """How many gradients of ``size`` bytes step 2 lets go of before the backward of blocks is over."""
     places = {place: event for place, event in enumerate(trace.events) if (event.step, event.phase) == (2, "backward")}

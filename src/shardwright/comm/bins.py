@@ -339,7 +339,8 @@ class Bins:
             )
 
     def _open(self, padded: int, cap: int, kind: str, total: torch.dtype | None) -> _Bin:
-        size = min(cap // 2, max(padded, self._expected)) if self._expected else cap // 2
+        room = self.room(cap, kind)
+        size = min(room, max(padded, self._expected)) if self._expected else room
         lanes = self.lanes(kind)
         shape = (lanes, size // (lanes * self.dtype.itemsize))
         self._filling = _Bin(kind, total, self._arena.lease(shape, self.dtype, self.device, "bucket", MODULE))

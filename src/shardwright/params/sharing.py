@@ -38,8 +38,7 @@ class Sharing:
         for stored in members:
             like = self._stand_in(stored)
             if like is not None:
-                total = stored.local if stored.wide(like) else like
-                self._first(stored).expect(like, total)
+                self._first(stored).expect(like, _total(stored, like))
                 if _goes_on(stored):
                     self._rest(stored).expect(stored.local)
 
@@ -48,7 +47,7 @@ class Sharing:
         like = self._stand_in(stored)
         if like is None:
             return None
-        return self._first(stored).load(like, stored.local if stored.wide(like) else like)
+        return self._first(stored).load(like, _total(stored, like))
 
     def take(self, stored: StoredParameter, gradient: torch.Tensor) -> bool:
         """Takes a copy of a small gradient; False where it is to travel by itself."""
@@ -102,7 +101,7 @@ class Sharing:
         if not stored.unit.sharding.bucket or max(stored.gather_group.size, stored.rest_group.size) == 1:
             return False
         like = _like(stored, stored.most_shape)
-        return self._first(stored).takes(like, stored.local if stored.wide(like) else like)
+        return self._first(stored).takes(like, _total(stored, like))
 
     def _first(self, stored: StoredParameter) -> GradientBucket:
         """Where its gradients go first."""
@@ -112,7 +111,8 @@ class Sharing:
 
     def _rest(self, stored: StoredParameter) -> GradientBucket:
         """Where parts go on: what a full bin becomes, an Nth of it in its own element type, has room in a bin."""
-        travels = self._first(stored).travels_as(_like(stored, stored.whole_shape), stored.local)
+        like = _like(stored, stored.whole_shape)
+        travels = self._first(stored).travels_as(like, _total(stored, like))
         each = stored.gather_group.size * travels.itemsize
         return self._bucket("all_reduce", stored.rest_group, stored, stored.parameter.dtype.itemsize, each)
 
@@ -124,6 +124,11 @@ class Sharing:
         if key not in self._buckets:
             self._buckets[key] = GradientBucket.over(stored.runtime, group, cap, kind)
         return self._buckets[key]
+
+
+def _total(stored: StoredParameter, gradient: torch.Tensor) -> torch.Tensor:
+    """A tensor of the element type in which ``gradient`` is summed."""
+    return stored.local if stored.wide(gradient) else gradient
 
 
 def _goes_on(stored: StoredParameter) -> bool:

@@ -21,7 +21,6 @@ class Run:
     """Blocks [start, start + length) of the whole model, of which each is like the one ``period`` before it.
 
     kept: how many of them are rehearsed. radius: how many of these come before the unit that is repeated.
-    keeps: whether W stays gathered from a forward to its backward.
     """
 
     start: int
