@@ -15,6 +15,8 @@ import torch.distributed as dist
 from table import DISTURBED
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+QUEUED = Path("/proc/sys/net/ipv4/tcp_limit_output_bytes")
+"""Of this host's (its network namespace's) connections, each."""
 
 
 class Steps(Protocol):
@@ -59,6 +61,8 @@ def limit(rate: float) -> None:
 
     After a pause it may send at once what two milliseconds give, at most 256 KiB; more would hand out what a real link
     cannot. The kernel's packets are half as large at most: one that the limit had to cut would take processors.
+    Nor do more than two packets of a connection wait in its queue: acknowledgements stand in it, too, and behind a message
+    of a quarter MiB they come so late that the other side takes packets for lost and slows down, for tens of milliseconds.
     """
     dist.barrier()
     if os.environ["LOCAL_RANK"] == "0":
@@ -67,6 +71,7 @@ def limit(rate: float) -> None:
         subprocess.run(f"ip link set eth0 gso_max_size {packet}".split(), check=True)
         change = f"tc qdisc change dev eth0 root tbf rate {rate}gbit burst {burst} latency 400ms"
         subprocess.run(change.split(), check=True)
+        QUEUED.write_text(str(packet))
     dist.barrier()
 
 
