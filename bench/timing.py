@@ -15,6 +15,7 @@ import torch.distributed as dist
 from table import DISTURBED
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+ROUTES = Path("/proc/sys/net/ipv4/route/flush")
 QUEUED = Path("/proc/sys/net/ipv4/tcp_limit_output_bytes")
 """Of this host's (its network namespace's) connections, each."""
 
@@ -63,6 +64,7 @@ def limit(rate: float) -> None:
     cannot. The kernel's packets are half as large at most: one that the limit had to cut would take processors.
     Nor do more than two packets of a connection wait in its queue: acknowledgements stand in it, too, and behind a message
     of a quarter MiB they come so late that the other side takes packets for lost and slows down, for tens of milliseconds.
+    Connections that are there already ask for their packets' size anew once their routes are forgotten.
     """
     dist.barrier()
     if os.environ["LOCAL_RANK"] == "0":
@@ -72,6 +74,7 @@ def limit(rate: float) -> None:
         change = f"tc qdisc change dev eth0 root tbf rate {rate}gbit burst {burst} latency 400ms"
         subprocess.run(change.split(), check=True)
         QUEUED.write_text(str(packet))
+        ROUTES.write_text("1")
     dist.barrier()
 
 
