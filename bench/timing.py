@@ -61,10 +61,10 @@ def limit(rate: float) -> None:
     """From now on this host sends at most ``rate`` Gbit/s.
 
     After a pause it may send at once what two milliseconds give, at most 256 KiB; more would hand out what a real link
-    cannot. The kernel's packets are half as large at most: one that the limit had to cut would take processors.
-    Nor do more than two packets of a connection wait in its queue: acknowledgements stand in it, too, and behind a message
-    of a quarter MiB they come so late that the other side takes packets for lost and slows down, for tens of milliseconds.
-    Connections that are there already ask for their packets' size anew once their routes are forgotten.
+    cannot. The kernel's packets are half as large at most: one that the limit had to cut would take processors, and its
+    parts overtake each other. Connections that are there already ask for that size anew when routes are forgotten.
+    No more than two packets of a connection wait in the queue: acknowledgements stand in it, too, and behind a message
+    of 256 KiB they came so late that the other side took packets for lost, and slowed down for tens of milliseconds.
     """
     dist.barrier()
     if os.environ["LOCAL_RANK"] == "0":
