@@ -236,6 +236,13 @@ def test_measured_collectives_go_before_the_links():
     assert here.beside("all_gather", ("a",)) == 1.5 and here.beside("all_gather", ("b",)) == 1
 
 
+def test_a_measured_message_takes_at_least_so_long():
+    here = machine(measured=[Measured(kind="all_gather", ranks=2, hosts=2, latency=1.0, bandwidth=512.0, least=2.5)])
+    assert here.collective("all_gather", ("a",), 1024, 512) == 2.5
+    assert here.collective("all_gather", ("a",), 2048, 1024) == 1 + 2
+    assert here.collective("all_gather", ("a",), 2048, 1024, messages=4) == 4 * 2.5  # each of 256 bytes
+
+
 def test_a_missing_link_is_named():
     with pytest.raises(sw.InputError, match=r"^links: found null; allowed: the cluster's links"):
         machine(links=False).collective("all_gather", ("b",), 8, 4)

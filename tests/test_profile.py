@@ -64,6 +64,25 @@ def test_a_fit_sees_a_slow_link_behind_a_buffer():
     assert line.seconds(2**22) == pytest.approx(4e-3 + 2**22 / 125e6, rel=0.25)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    latency=st.sampled_from([0.0, 1e-4]),
+    bandwidth=st.floats(1e7, 1e9),
+    flat=st.integers(1, 6),
+    slowed=st.integers(0, len(SIZES) - 1),
+)
+def test_a_fit_finds_what_any_message_takes(latency, bandwidth, flat, slowed):
+    """Up to a size all take as long: what it costs to begin does not come on top of the bytes."""
+    least = latency + SIZES[flat] / bandwidth
+    true = [max(least, latency + size / bandwidth) for size in SIZES]
+    line = fit(SIZES, [t * (10 if i == slowed else 1) for i, t in enumerate(true)])
+    assert [line.seconds(size) for size in SIZES] == pytest.approx(true, rel=1e-6)
+
+
+def test_a_fit_tells_nothing_that_a_line_does_not_need():
+    assert fit(SIZES, [1e-3 + size / 1e9 for size in SIZES]).least == 0
+
+
 def test_a_fit_stays_within_what_can_be():
     assert fit([1000], [2.0]).seconds(1000) == pytest.approx(2.0)
     assert fit([10, 100, 1000], [1.0, 1.0, 1.0]).bandwidth == NO_LIMIT  # no growth

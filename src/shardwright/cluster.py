@@ -74,15 +74,19 @@ class Link(BaseModel):
 
 
 class Measured(BaseModel):
-    """A collective over groups of one shape, all groups of the mesh at once: seconds = latency + sent / bandwidth."""
+    """A collective over groups of one shape, all groups of the mesh at once.
+
+    seconds = max(least, latency + sent / bandwidth)
+    """
 
     model_config = STRICT
 
     kind: Annotated[str, Field(json_schema_extra={"enum": list(KINDS)})] = Field(description="collective")
     ranks: int = Field(ge=2, description="ranks of a group")
     hosts: int = Field(ge=1, description="hosts that a group spans")
-    latency: float = Field(ge=0, description="seconds for a message without bytes")
+    latency: float = Field(ge=0, description="seconds of a message beside those of its bytes")
     bandwidth: float = Field(gt=0, description="bytes per second that one rank sends")
+    least: float = Field(default=0.0, ge=0, description="seconds that any message takes, however small")
     beside: float = Field(
         default=1.0,
         ge=1,

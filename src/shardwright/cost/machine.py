@@ -8,8 +8,8 @@
 
 rate: of the measured products of that element type, weighted by nearness in (log m, log n, log k), at the edge of what
 was measured beyond it; else flops · efficiency. Collectives that were measured over as many ranks and hosts go before
-the links. Of the M bytes that a rank sends (a gather: (n−1)/n of the gathered size, whatever its own part), over n
-ranks, the fewest on a host being l:
+the links: each message takes max(least, latency + its bytes / bandwidth). Of the M bytes that a rank sends (a gather:
+(n−1)/n of the gathered size, whatever its own part), over n ranks, the fewest on a host being l:
 
 | how it travels                                     | within a host   | between hosts         |
 |----------------------------------------------------|-----------------|-----------------------|
@@ -155,7 +155,8 @@ class Machine:
         moved = _moved(kind, size, sent, spread.ranks)
         measured = self._measured(kind, spread)
         if measured is not None:
-            return messages * measured.latency + moved / measured.bandwidth
+            each = measured.latency + moved / messages / measured.bandwidth
+            return messages * max(measured.least, each)
         trips = 2 if kind == "all_reduce" else 1
         return messages * trips * self.latency(axes) + self._travel(moved, spread, *self._shares(kind, spread))
 

@@ -126,6 +126,7 @@ def measure(
         hosts=hosts,
         latency=line.latency,
         bandwidth=line.bandwidth,
+        least=line.least,
         beside=beside,
         residual=line.residual,
     )

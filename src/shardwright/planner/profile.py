@@ -183,7 +183,8 @@ def summary(cluster: Cluster) -> str:
     for found in cluster.links.measured if cluster.links is not None else []:
         lines.append(
             f"{found.kind:14} {found.ranks:3} ranks, {_count(found.hosts, 'host'):7} "
-            f"latency {found.latency * 1e6:9,.0f} µs  bandwidth {found.bandwidth / 1e6:9,.1f} MB/s  "
+            f"latency {found.latency * 1e6:9,.0f} µs, at least {found.least * 1e6:9,.0f}  "
+            f"bandwidth {found.bandwidth / 1e6:9,.1f} MB/s  "
             f"beside products ×{found.beside:.2f}  residual {found.residual:.0%}"
         )
     return "\n".join(lines)
