@@ -19,14 +19,14 @@ WITHIN = Link(latency=2**-10, bandwidth=2**20)
 BETWEEN = Link(latency=2**-8, bandwidth=2**18)
 
 
-def cluster(hosts=2, each=2, measured=(), between=BETWEEN, links=True, **device):
+def cluster(hosts=2, each=2, measured=(), within=WITHIN, between=BETWEEN, links=True, **device):
     fields = {"flops": {"float32": 2**20}, "efficiency": 0.5, "memory_bandwidth": 2**20, "overhead": 2**-10, **device}
     return Cluster(
         version=1,
         hosts=hosts,
         devices_per_host=each,
         device=Device(name="device", memory=2**30, **fields),
-        links=Links(within_host=WITHIN, between_hosts=between, measured=list(measured)) if links else None,
+        links=Links(within_host=within, between_hosts=between, measured=list(measured)) if links else None,
     )
 
 
@@ -241,6 +241,18 @@ def test_a_measured_message_takes_at_least_so_long():
     assert here.collective("all_gather", ("a",), 1024, 512) == 2.5
     assert here.collective("all_gather", ("a",), 2048, 1024) == 1 + 2
     assert here.collective("all_gather", ("a",), 2048, 1024, messages=4) == 4 * 2.5  # each of 256 bytes
+
+
+def test_a_message_takes_at_least_so_long_over_each_hop_of_a_link():
+    within, between = WITHIN.model_copy(update={"least": 2**-6}), BETWEEN.model_copy(update={"least": 2**-4})
+    here = machine(within=within, between=between)
+    least, far = 2**-6, 2**-4
+    assert here.collective("all_gather", ("b",), 2048, 1024) == least
+    assert here.collective("all_gather", ("b",), 2048, 1024, messages=3) == 3 * least
+    assert here.collective("all_reduce", ("a",), 1024, 1024) == 2 * far
+    assert here.collective("all_gather", ("b",), 2**21, 2**20) == ONE + 1, "more takes what its bytes take"
+    assert here.ring("all_gather", ("b",), 2048, 1024, 2) == 2 * least
+    assert here.ring("all_gather", ("b",), 2**21, 2**20, 2) == 2 * ONE + 1
 
 
 def test_a_missing_link_is_named():

@@ -169,6 +169,7 @@ def test_a_profile_is_whole_and_the_same_everywhere(axes, per_host, groups, tmp_
     assert (links.between_hosts is None) == (cluster.hosts == 1)
     gathers = {(m.ranks, m.hosts): m for m in links.measured if m.kind == "all_gather"}
     assert links.within_host.bandwidth == gathers[2, 1].bandwidth
+    assert (links.within_host.latency, links.within_host.least) == (gathers[2, 1].latency, gathers[2, 1].least)
     if cluster.hosts == 2:
         assert links.between_hosts.bandwidth == gathers[2, 2].bandwidth
 

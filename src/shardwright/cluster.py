@@ -65,12 +65,16 @@ class Device(BaseModel):
 
 
 class Link(BaseModel):
-    """One kind of link, as one rank sees it in one direction while its neighbours send too."""
+    """One kind of link, as one rank sees it in one direction while its neighbours send too.
+
+    seconds = max(least, latency + bytes / bandwidth)
+    """
 
     model_config = STRICT
 
     latency: float = Field(ge=0, description="seconds from the start of a message to its first byte")
     bandwidth: float = Field(gt=0, description="bytes per second")
+    least: float = Field(default=0.0, ge=0, description="seconds that any message takes, however small")
 
 
 class Measured(BaseModel):

@@ -4,12 +4,13 @@
 |------------|---------------------------------------------------------------------------------------------|
 | product    | overhead + max(2·m·n·k / rate, bytes / memory bandwidth)                                    |
 | operator   | overhead + bytes / memory bandwidth (operators.py tells the bytes); a view takes none       |
-| collective | messages · latency + max(bytes within a host / bandwidth, bytes between hosts / bandwidth)  |
+| collective | of each message max(least, latency + bytes / bandwidth), within a host or between hosts,    |
+|            | whichever bytes take longer                                                                 |
 
 rate: of the measured products of that element type, weighted by nearness in (log m, log n, log k), at the edge of what
 was measured beyond it; else flops · efficiency. Collectives that were measured over as many ranks and hosts go before
-the links: each message takes max(least, latency + its bytes / bandwidth). Of the M bytes that a rank sends (a gather:
-(n−1)/n of the gathered size, whatever its own part), over n ranks, the fewest on a host being l:
+the links. Of the M bytes that a rank sends (a gather: (n−1)/n of the gathered size, whatever its own part), over n
+ranks, the fewest on a host being l:
 
 | how it travels                                     | within a host   | between hosts         |
 |----------------------------------------------------|-----------------|-----------------------|
@@ -20,15 +21,14 @@ the links: each message takes max(least, latency + its bytes / bandwidth). Of th
 
 nccl's first line is its rings, one through each of a host's l devices and its own network card: each card carries a
 1/l of what leaves the host. On gloo the ranks of a host share one card. A ring crosses it once for the l' ranks of the
-host (l' the most on one), so the rank at the border has the shares of all. Latency is that of a tree: ⌈log₂ hosts⌉ hops
-between hosts, ⌈log₂ l'⌉ within, for small and large messages alike; an all_reduce goes up and down, a ring's message is
-one hop.
+host (l' the most on one), so the rank at the border has the shares of all. Latency and least are those of a tree:
+⌈log₂ hosts⌉ hops between hosts, ⌈log₂ l'⌉ within; an all_reduce goes up and down, a ring's message is one hop.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -155,10 +155,11 @@ class Machine:
         moved = _moved(kind, size, sent, spread.ranks)
         measured = self._measured(kind, spread)
         if measured is not None:
-            each = measured.latency + moved / messages / measured.bandwidth
-            return messages * max(measured.least, each)
+            return max(messages * measured.least, messages * measured.latency + moved / measured.bandwidth)
         trips = 2 if kind == "all_reduce" else 1
-        return messages * trips * self.latency(axes) + self._travel(moved, spread, *self._shares(kind, spread))
+        least = self._over_tree(spread, lambda link: link.least)
+        travel = self._travel(moved, spread, *self._shares(kind, spread))
+        return max(messages * trips * least, messages * trips * self.latency(axes) + travel)
 
     def ring(self, kind: str, axes: tuple[str, ...], size: int, sent: int, messages: int) -> float:
         """Seconds of a collective whose pieces go round a ring of the group, from each rank to the next, alone."""
@@ -167,13 +168,17 @@ class Machine:
             return 0.0
         moved = _moved(kind, size, sent, spread.ranks)
         slowest = self._between() if spread.hosts > 1 else self._links.within_host
-        return messages * slowest.latency + self._travel(moved, spread, *self._around(spread))
+        travel = self._travel(moved, spread, *self._around(spread))
+        return max(messages * slowest.least, messages * slowest.latency + travel)
 
     def latency(self, axes: Iterable[str]) -> float:
         """Seconds that a message without bytes takes to reach every rank of the group over ``axes``."""
-        spread = self.spread(tuple(axes))
-        seconds = _hops(spread.most) * self._links.within_host.latency
-        return seconds + (_hops(spread.hosts) * self._between().latency if spread.hosts > 1 else 0.0)
+        return self._over_tree(self.spread(tuple(axes)), lambda link: link.latency)
+
+    def _over_tree(self, spread: Spread, seconds: Callable[[Link], float]) -> float:
+        """What each hop of a tree over the group takes of its link, together."""
+        within = _hops(spread.most) * seconds(self._links.within_host)
+        return within + (_hops(spread.hosts) * seconds(self._between()) if spread.hosts > 1 else 0.0)
 
     def beside(self, kind: str, axes: tuple[str, ...]) -> float:
         """How many times as long a collective takes while a product runs: 1 where that was not measured."""

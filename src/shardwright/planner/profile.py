@@ -285,4 +285,4 @@ def _link(found: Measured) -> Link:
     share = 1.0
     if found.hosts > 1:
         share = (found.ranks - found.ranks / found.hosts) / (found.ranks - 1)
-    return Link(latency=found.latency, bandwidth=found.bandwidth * share)
+    return Link(latency=found.latency, bandwidth=found.bandwidth * share, least=found.least)
