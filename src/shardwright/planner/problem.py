@@ -24,7 +24,7 @@ Choice = tuple[Mode, Mode, str]
 class Problem:
     """What the search is asked: a model, the devices, and the sizes that are given.
 
-    batch: sequences of a step, over the whole mesh. memory: bytes that a device may hold. level: the only sharding
+    base: a plan on one device, with the sizes of a step. memory: bytes that a device may hold. level: the only sharding
     level that is looked at, None for all. whole: only steps of one micro-batch are looked at.
     """
 
@@ -33,9 +33,13 @@ class Problem:
     cluster: Cluster
     devices: int
     memory: int
-    batch: int
     level: str | None = None
     whole: bool = False
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step, over the whole mesh."""
+        return self.base.batch
 
     @property
     def family(self) -> Family:

@@ -146,7 +146,7 @@ def measure(mesh: DeviceMesh, per_host: int, dtypes: Sequence[str], effort: Effo
             overhead=overhead,
             products=multiplied,
         ),
-        links=_links(measured, hosts) if measured else None,
+        links=links(measured, hosts) if measured else None,
     )
 
 
@@ -269,7 +269,7 @@ def _memory(device: torch.device, per_host: int) -> int:
     return kibibytes * 1024 // per_host
 
 
-def _links(measured: Sequence[Measured], hosts: int) -> Links:
+def links(measured: Sequence[Measured], hosts: int) -> Links:
     """One link of each kind, by the all-gather that loads it most purely: inside a host, and one rank of each host."""
     gathers = [found for found in measured if found.kind == "all_gather"]
     within = [found for found in gathers if found.hosts == 1]

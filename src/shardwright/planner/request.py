@@ -83,7 +83,7 @@ def request(
     models.family_of(loaded)
     if machines.links is None and machines.devices > 1:
         raise InputError("links: found null; allowed: the cluster's links, which times are made of")
-    return Problem(loaded, base, machines, machines.devices, limit, batch, level)
+    return Problem(loaded, base, machines, machines.devices, limit, level)
 
 
 def cluster_of(cluster: Cluster | str | os.PathLike[str]) -> Cluster:
@@ -110,28 +110,24 @@ def least_devices(problem: Problem, seconds: float, tell: Tell) -> Found:
 
 def longest_sequence(problem: Problem, seconds: float, tell: Tell) -> Found:
     """The answer for the longest sequence, of those asked for times a power of two, with which something fits."""
-    found = search(problem, seconds, tell=tell)
-    while True:
-        longer = found.problem.base.sequence * 2
-        tell(f"sequences of {longer} tokens")
-        try:
-            base = found.problem.base.evolve(sequence=longer)
-            found = search(replace(found.problem, base=base), seconds, tell=tell)
-        except (DoesNotFit, InputError):
-            return found
+    return _doubled("sequence", search(problem, seconds, tell=tell), seconds, tell)
 
 
 def largest_batch(problem: Problem, seconds: float, tell: Tell) -> Found:
     """The answer for the most sequences, of the batch asked for times a power of two, that one micro-batch has room
     for. In several micro-batches any batch fits that fits in one.
     """
-    found = search(replace(problem, whole=True), seconds, tell=tell)
+    return _doubled("batch", search(replace(problem, whole=True), seconds, tell=tell), seconds, tell)
+
+
+def _doubled(size: str, found: Found, seconds: float, tell: Tell) -> Found:
+    """The answer with a size of the base plan doubled as often as something fits."""
     while True:
-        larger = found.problem.batch * 2
-        tell(f"{larger} sequences")
+        larger = 2 * getattr(found.problem.base, size)
+        tell(f"a {size} of {larger}")
         try:
-            base = found.problem.base.evolve(batch=larger)
-            found = search(replace(found.problem, base=base, batch=larger), seconds, tell=tell)
+            base = found.problem.base.evolve(**{size: larger})
+            found = search(replace(found.problem, base=base), seconds, tell=tell)
         except (DoesNotFit, InputError):
             return found
 
