@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from shardwright._errors import InputError
 from shardwright.train.data import (
     END_OF_TEXT,
+    TOKENIZER_CONFIG,
     TokenStream,
     encode_documents,
+    end_token,
     load_tokenizer,
     standard_library,
     standard_library_text,
@@ -84,6 +87,58 @@ def test_tokenizer_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="tokenizer: found"):
         load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def words(path: Path, ordinary: tuple[str, ...], special: tuple[str, ...]) -> Path:
+    """A tokenizer of words that knows these tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(("a", "b", *ordinary))}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("ordinary", "special", "beside", "named", "ends"),
+    [
+        ((), ("<s>", "</s>"), None, None, "</s>"),  # Llama 2, Mistral
+        ((), ("<eos>",), None, None, "<eos>"),  # Gemma
+        ((), ("<|begin_of_text|>", "<|end_of_text|>"), None, None, "<|end_of_text|>"),  # Llama 3
+        ((), ("<|endoftext|>",), None, None, "<|endoftext|>"),  # GPT-2, Qwen
+        (("</s>",), ("<eos>",), None, None, "<eos>"),  # Gemma's vocabulary has tags of HTML
+        (("</s>",), (), None, None, "</s>"),
+        ((), ("<|endoftext|>", "<|im_end|>"), "<|im_end|>", None, "<|im_end|>"),
+        ((), ("<|endoftext|>", "<|im_end|>"), {"content": "<|im_end|>"}, None, "<|im_end|>"),
+        ((), ("<|endoftext|>", "<stop>"), "<|endoftext|>", "<stop>", "<stop>"),
+    ],
+)
+def test_documents_end_with_the_tokenizers_own_token(
+    ordinary: tuple[str, ...],
+    special: tuple[str, ...],
+    beside: object,
+    named: str | None,
+    ends: str,
+    tmp_path: Path,
+) -> None:
+    path = words(tmp_path / "tokenizer.json", ordinary, special)
+    if beside is not None:
+        (tmp_path / TOKENIZER_CONFIG).write_text(json.dumps({"eos_token": beside}))
+    tokenizer = load_tokenizer(path)
+    assert end_token(tokenizer, path, named) == ends
+    encode_documents(["a b", "b"], tokenizer, tmp_path / "tokens.npy", ends)
+    end = tokenizer.token_to_id(ends)
+    assert numpy.load(tmp_path / "tokens.npy").tolist() == [0, 1, end, 1, end]
+
+
+def test_an_end_token_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = words(tmp_path / "tokenizer.json", (), ("<stop>",))
+    with pytest.raises(InputError, match=r"found .* without <\|endoftext\|>.*; allowed: .*end_token") as caught:
+        end_token(load_tokenizer(path), path)
+    assert len(str(caught.value).replace(str(tmp_path), "")) < 250
+    with pytest.raises(InputError, match=r"end_token: found '</s>', which .* does not have"):
+        end_token(load_tokenizer(path), path, "</s>")
 
 
 def test_a_tokenizer_learns_from_the_first_bytes_only(tmp_path: Path) -> None:

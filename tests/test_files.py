@@ -108,7 +108,7 @@ def layouts(draw: st.DrawFn) -> GridLayout:
         n=tuple(roles["n"]),
         k=tuple(roles["k"]),
         **words,
-        save_x=draw(st.sampled_from(["shard", "gathered", "source"])),
+        save_x=draw(st.sampled_from(["shard", "gathered"])),
         save_w=draw(st.sampled_from(["shard", "gathered"])),
         overlap=draw(st.sampled_from(["blocking", "async", "ring"])),
         chunks=draw(st.integers(0, 4)),

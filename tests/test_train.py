@@ -19,7 +19,7 @@ from pyarrow import parquet
 import tiny
 from shardwright._files import write_yaml
 from shardwright._launched import REFUSAL_SECONDS
-from shardwright.train.data import standard_library_text, train_tokenizer
+from shardwright.train.data import load_tokenizer, standard_library_text, train_tokenizer
 from shardwright.train.launch import command
 from shardwright.train.loop import EVALUATION_TOKENS, EVENTS, METRICS, TOKENS, train
 from shardwright.train.metrics import read_metrics
@@ -125,6 +125,31 @@ def test_a_bad_document_ends_every_rank_at_once_and_leaves_what_was_there(
     assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == dict.fromkeys(
         (TOKENS, EVALUATION_TOKENS, METRICS), "of an earlier run"
     )
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_is_exported_has_the_tokenizer_of_the_run(beside: bool, texts: list[str], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    run = prepare(tmp_path, texts, 1, {"steps": 1, "evaluation": None, "export": "trained"})
+    if beside:
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps(
+                {
+                    "tokenizer_class": "PreTrainedTokenizerFast",
+                    "eos_token": "<|endoftext|>",
+                    "pad_token": "<|endoftext|>",
+                }
+            )
+        )
+        (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert trained(run, 1) == [0]
+    found = AutoTokenizer.from_pretrained(tmp_path / "trained")
+    own = load_tokenizer(tmp_path / "tokenizer.json")
+    assert len(found) == own.get_vocab_size() == VOCAB
+    assert found.encode(texts[0], add_special_tokens=False) == own.encode(texts[0], add_special_tokens=False).ids
+    assert found.eos_token == "<|endoftext|>"
+    assert (found.pad_token, bool(found.chat_template)) == (("<|endoftext|>", True) if beside else (None, False))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ OPERAND_WORDS: dict[str, tuple[str, ...]] = {
     "y": ("sharded", "sharded-features", "replicated"),
 }
 CHOICES: dict[str, tuple[str, ...]] = {
-    "save_x": ("shard", "gathered", "source"),
+    "save_x": ("shard", "gathered"),
     "save_w": ("shard", "gathered"),
     "overlap": ("blocking", "async", "ring"),
     "reduce_dtype": ("same", "float32"),
@@ -50,8 +50,7 @@ class GridLayout:
         repeated along it).
     x, w, y: what the operand does on the axes of its missing role (n for x, m for w, k for y): one word, or
         ``{axis: word}``, kept as sorted pairs so that a layout hashes.
-    save_x: what backward keeps of X: the ``shard`` (gathered again), the ``gathered`` tensor, or the ``source`` (X is
-        rebuilt from what its producer saved).
+    save_x: what backward keeps of X: the ``shard`` (gathered again), or the ``gathered`` tensor.
     save_w: the same choice for W.
     overlap: ``blocking``, ``async`` or ``ring``.
     chunks: into how many pieces of tokens each rank's part of a product is cut. Modes that overlap need at least one

@@ -132,8 +132,6 @@ def check_supported(layout: GridLayout, sizes: Mapping[str, int], name: str) -> 
 
     if layout.overlap == "ring" and layout.reduce_dtype != "same":
         refuse("reduce_dtype", layout.reduce_dtype, "same with overlap: ring, whose sums travel in their own dtype")
-    if layout.save_x == "source":
-        refuse("save_x", "source", "shard, gathered in this version")
     order = ", ".join(sizes)
     for operand, role in (("x", "k"), ("y", "n")):
         by_tokens, by_features = (layout.axes_where(operand, word) for word in ("sharded", "sharded-features"))

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,31 @@ from shardwright.params.tensor_file import TensorWriter, sync_directory
 SHARD_BYTES = 5 * 2**30
 """Bytes of values in one file, unless a single tensor has more."""
 
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""What may lie beside a tokenizer.json and says more of it."""
+
+
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """The tokenizer that goes with a model: a file of the tokenizers library, and the token that ends a document."""
+
+    path: Path
+    end_token: str
+
+
 Route = dict[str, list[tuple[int, Box]]]
 """Tensor name → which rank sends which box of it; the boxes make the whole."""
 
 
-def save_pretrained(model: Any, directory: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
+def save_pretrained(
+    model: Any, directory: str | Path, shard_bytes: int = SHARD_BYTES, tokenizer: ExportedTokenizer | None = None
+) -> None:
     """Writes a parallelized Hugging Face model as a directory that ``from_pretrained`` opens, bit for bit the same.
 
     Called on all ranks; rank 0 writes, and assembles one tensor at a time in its CPU memory. shard_bytes: bytes of
-    values in one file. The directory appears whole or not at all. Raises InputError, on every rank, where it exists and
-    is not empty, or cannot be written.
+    values in one file. tokenizer: goes into the directory too, with what its own directory says of it, so that
+    ``AutoTokenizer.from_pretrained`` finds it. The directory appears whole or not at all. Raises InputError, on every
+    rank, where it exists and is not empty, or cannot be written.
     """
     directory = Path(os.path.abspath(directory))
     tensors = named_tensors(model)
@@ -41,7 +57,7 @@ def save_pretrained(model: Any, directory: str | Path, shard_bytes: int = SHARD_
             pass
         fault = None
     else:
-        fault = _write(directory, wholes, tensors, _config_text(model, tensors), shard_bytes)
+        fault = _write(directory, wholes, tensors, _config_text(model, tensors), shard_bytes, tokenizer)
     (fault,) = _broadcast(fault)
     if fault is not None:
         raise InputError(fault)
@@ -53,6 +69,7 @@ def _write(
     tensors: Mapping[str, torch.Tensor],
     config: str,
     shard_bytes: int,
+    tokenizer: ExportedTokenizer | None,
 ) -> str | None:
     """Writes everything; returns what is wrong, in one line. All of ``wholes`` is taken, or other ranks would wait."""
     temporary = directory.with_name(f".{directory.name}.tmp")
@@ -76,6 +93,8 @@ def _write(
             index = {"metadata": {"total_size": size}, "weight_map": places}
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         (temporary / "config.json").write_text(config, encoding="utf-8")
+        if tokenizer is not None:
+            _write_tokenizer(tokenizer, temporary)
         sync_directory(temporary)
         os.rename(temporary, directory)
         sync_directory(directory.parent)
@@ -102,6 +121,18 @@ def _files(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> dict[str, l
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
     return {f"model-{index:05}-of-{len(groups):05}.safetensors": names for index, names in enumerate(groups, start=1)}
+
+
+def _write_tokenizer(tokenizer: ExportedTokenizer, directory: Path) -> None:
+    """The tokenizer's file, and those beside it that say more; where none does, one that names its end token."""
+    shutil.copyfile(tokenizer.path, directory / "tokenizer.json")
+    for name in BESIDE_TOKENIZER:
+        if (beside := tokenizer.path.with_name(name)).is_file():
+            shutil.copyfile(beside, directory / name)
+    config = directory / BESIDE_TOKENIZER[0]
+    if not config.exists():
+        fields = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
+        config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def _config_text(model: Any, tensors: Mapping[str, torch.Tensor]) -> str:

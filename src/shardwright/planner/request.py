@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwright import models
 from shardwright._errors import DoesNotFit, InputError
-from shardwright._files import parse_bytes
+from shardwright._files import format_bytes, parse_bytes
 from shardwright._plan import Plan
 from shardwright.cluster import Cluster
 from shardwright.planner import SECONDS
@@ -35,10 +35,10 @@ def plan(
     """The fastest plan that fits, certified by a rehearsal.
 
     config: a Hugging Face config.json, or a directory that holds one. cluster: a Cluster, a cluster file, or a common
-    machine such as ``8xH100-80GB``. memory: limit for the peak of a device, bytes or a size such as ``72GiB``; by
-    default the device's whole memory. batch: sequences of a step over the whole cluster; the plan may cut them into
-    micro-batches (its ``batch`` × ``accumulation``). sequence: tokens of a sequence. dtype, master_dtype, backend: as
-    in a plan file. level: the only sharding level to look at (replicate, optimizer, gradients,
+    machine such as ``8xH100-80GB``. memory: limit for the peak of a device, bytes or a size such as ``72GiB``, no more
+    than the device has; by default all of it. batch: sequences of a step over the whole cluster; the plan may cut
+    them into micro-batches (its ``batch`` × ``accumulation``). sequence: tokens of a sequence. dtype, master_dtype,
+    backend: as in a plan file. level: the only sharding level to look at (replicate, optimizer, gradients,
     parameters); by default all.
     seconds: how long to search.
 
@@ -64,6 +64,9 @@ def request(
     limit = machines.memory_bytes if memory is None else parse_bytes(memory, "memory")
     if not isinstance(limit, int) or limit < 1:
         raise InputError(f"memory: found {memory!r}; allowed: a size above 0 such as 72GiB")
+    if limit > machines.memory_bytes:
+        device = f"{format_bytes(machines.memory_bytes)} ({machines.memory_bytes:,} bytes) of {machines.device.name}"
+        raise InputError(f"memory: found {format_bytes(limit)} ({limit:,} bytes); allowed: at most the {device}")
     for name, value in (("batch", batch), ("sequence", sequence)):
         if value < 1:
             raise InputError(f"{name}: found {value}; allowed: at least 1")

@@ -1,12 +1,13 @@
 """Documents → tokens → batches, the same on every rank and for every layout.
 
-Documents become one long line of tokens, in the order given, `END_OF_TEXT` after each. A batch is cut from it at starts
+Documents become one long line of tokens, in the order given, the end token after each. A batch is cut from it at starts
 drawn from a generator seeded by (seed, step, micro-batch): the batch of the whole mesh depends on nothing else, and a
 data rank takes a contiguous slice of its rows.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-"""The token between documents."""
+"""The end token of tokenizers that are trained here."""
+
+END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+"""End tokens of public tokenizers, in the order in which they are looked for where nothing names one."""
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+"""The file beside a tokenizer.json that names its special tokens."""
 
 BYTES = 256
 """Single-byte tokens, which every byte-level vocabulary holds."""
@@ -98,27 +105,65 @@ def train_tokenizer(
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """The tokenizer file at ``path``; InputError where it cannot be read or knows no `END_OF_TEXT`."""
+    """The tokenizer file at ``path``; InputError where it cannot be read."""
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"tokenizer: found {path}, which is none ({error}); allowed: a tokenizer.json") from error
-    if tokenizer.token_to_id(END_OF_TEXT) is None:
-        raise InputError(f"tokenizer: found {path} without {END_OF_TEXT}; allowed: a tokenizer that has it")
     return tokenizer
 
 
-def encode_documents(documents: Iterable[str], tokenizer: Tokenizer, out_path: Path | str) -> None:
-    """Writes the tokens of the documents, `END_OF_TEXT` after each, as one uint32 array (.npy), whole or not at all.
+def end_token(tokenizer: Tokenizer, path: Path | str, named: str | None = None) -> str:
+    """The token that ends a document: the one that is named; else ``eos_token`` of the `TOKENIZER_CONFIG` beside
+    ``path``, where the tokenizer was read; else the first of `END_TOKENS` that it has, special tokens before others.
+
+    Raises InputError where there is none, or the tokenizer does not have the one that is named.
+    """
+    if named is None:
+        named = _eos_beside(Path(path))
+    if named is not None:
+        if tokenizer.token_to_id(named) is None:
+            raise InputError(
+                f"end_token: found {named!r}, which {path} does not have; allowed: a token of the tokenizer"
+            )
+        return named
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    known = [token for token in END_TOKENS if tokenizer.token_to_id(token) is not None]
+    if not known:
+        raise InputError(
+            f"tokenizer: found {path} without {', '.join(END_TOKENS)}; allowed: one that has such a token, or "
+            "whose end token is named (data: {end_token: …})"
+        )
+    return next((token for token in known if token in special), known[0])
+
+
+def _eos_beside(path: Path) -> str | None:
+    """What the `TOKENIZER_CONFIG` beside a tokenizer file names as the end token, if there is one and it does."""
+    config = path.with_name(TOKENIZER_CONFIG)
+    try:
+        fields = json.loads(config.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{config}: found {error}; allowed: a {TOKENIZER_CONFIG}") from None
+    token = fields.get("eos_token") if isinstance(fields, dict) else None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def encode_documents(
+    documents: Iterable[str], tokenizer: Tokenizer, out_path: Path | str, ending: str = END_OF_TEXT
+) -> None:
+    """Writes the tokens of the documents, ``ending`` after each, as one uint32 array (.npy), whole or not at all.
 
     One document and its tokens are in memory at a time.
     """
     import numpy
     from numpy.lib import format as npy
 
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = tokenizer.token_to_id(ending)
 
     def write_header(file: BinaryIO, count: int) -> None:
         header = {"descr": npy.dtype_to_descr(numpy.dtype(numpy.uint32)), "fortran_order": False, "shape": (count,)}

@@ -20,7 +20,7 @@ from shardwright import mesh as mesh_math
 from shardwright._errors import InputError
 from shardwright._launched import POLL_SECONDS, Place, refuse
 from shardwright._plan import ANSWERS, Plan
-from shardwright.train.data import TokenStream, encode_documents, load_tokenizer
+from shardwright.train.data import TokenStream, encode_documents, end_token, load_tokenizer
 from shardwright.train.metrics import MetricsWriter, Writer, forget_metrics_after, step_metrics
 from shardwright.train.progress import StepProgress
 from shardwright.train.run_file import Run
@@ -100,7 +100,7 @@ def _on_each_machine(work: Callable[[], None], place: Place, store: Store) -> No
         raise InputError(store.get("shardwright/fault").decode())
 
 
-def _write_tokens(run: Run, tokenizer: Tokenizer) -> None:
+def _write_tokens(run: Run, tokenizer: Tokenizer, ending: str) -> None:
     """Makes the output directory and writes the tokens of the run's documents into it."""
     output = run.output_dir
     try:
@@ -110,7 +110,7 @@ def _write_tokens(run: Run, tokenizer: Tokenizer) -> None:
     for source, name in ((run.data, TOKENS), (run.evaluation, EVALUATION_TOKENS)):
         if source is not None:
             found = documents(source.kind, run.source_paths(source), source.field)
-            encode_documents(found, tokenizer, output / name)
+            encode_documents(found, tokenizer, output / name, ending)
 
 
 def _train(run_path: Path, place: Place, store: Store) -> None:
@@ -125,7 +125,7 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
 
     from shardwright import models
     from shardwright._parallelize import parallelize
-    from shardwright.models.export import save_pretrained
+    from shardwright.models.export import ExportedTokenizer, save_pretrained
     from shardwright.params.initial import Source, unfilled
     from shardwright.params.pretrained import from_safetensors
     from shardwright.step import TrainStep, record_steps
@@ -138,6 +138,7 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
         )
     config = models.load_config(plan.config_path)
     tokenizer = load_tokenizer(run.tokenizer_path)
+    ending = end_token(tokenizer, run.tokenizer_path, run.data.end_token)
     if tokenizer.get_vocab_size() > config.vocab_size:
         raise InputError(
             f"tokenizer: found {tokenizer.get_vocab_size()} tokens; allowed: at most the model's {config.vocab_size}"
@@ -147,7 +148,7 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
         if place.rank == 0:  # one rank looks, so that all continue from the same
             found = latest(run.checkpoint_dir) if run.checkpoint_dir is not None else None
             store.set(RESUME, str(found or ""))
-        _write_tokens(run, tokenizer)
+        _write_tokens(run, tokenizer, ending)
 
     _on_each_machine(prepare, place, store)
     resumed = store.get(RESUME).decode()
@@ -245,7 +246,7 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
             tell(number, mean, seconds, _device_peak(device), evaluated(number))
             save_if_due(number)
     if run.export_dir is not None:
-        save_pretrained(model, run.export_dir)
+        save_pretrained(model, run.export_dir, tokenizer=ExportedTokenizer(run.tokenizer_path, ending))
     torch.distributed.barrier()
 
 

@@ -107,6 +107,11 @@ class Data(Source):
     """What the model reads."""
 
     tokenizer: Text = Field(description="path of a tokenizer.json of the tokenizers library, relative to the run file")
+    end_token: Text | None = Field(
+        default=None,
+        description="token that ends each document; null: the eos_token of the tokenizer_config.json beside the "
+        "tokenizer, else the tokenizer's <|endoftext|>, <|end_of_text|>, </s> or <eos>",
+    )
 
     @field_validator("tokenizer")
     @classmethod
