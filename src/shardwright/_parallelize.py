@@ -31,6 +31,7 @@ from shardwright.layers import (
     VocabParallelLoss,
     attention,
 )
+from shardwright.layers.classes import check_ids
 from shardwright.layers.loss import IGNORED
 from shardwright.layout import GridLayout
 from shardwright.linear import GridLinear, SiteProduct
@@ -101,6 +102,7 @@ def _unsplit(model: Any, mesh: DeviceMesh, runtime: Runtime, plan: Plan, source:
     if getattr(model, "_supports_attention_backend", False):
         model.config._attn_implementation = attention.register()
     model.loss_function = CausalLoss(VocabParallelLoss(mesh, (), plan.data_axes))
+    model.get_input_embeddings().register_forward_pre_hook(check_ids)
     model.register_forward_pre_hook(_BeginForward(TokenShape(), None), with_kwargs=True)
     return model
 

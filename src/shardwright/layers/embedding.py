@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwright.comm import AxisGroup, reduce_output
+from shardwright.layers.classes import check_classes
 from shardwright.linear.carrier import Carrier, TokenShape
 from shardwright.linear.product import Product
 from shardwright.params import StoredParameter, Use
@@ -58,13 +59,18 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (dy,) = grads
         (ids,) = ctx.saved_tensors
-        local = ids.reshape(-1) - ctx.first
-        nobody = (local < 0) | (local >= ctx.rows)
-        if ctx.padding is not None:
-            nobody |= local == ctx.padding - ctx.first
-        # An index equal to padding_idx adds nothing, so −1 marks the tokens of other ranks.
-        local.masked_fill_(nobody, -1)
-        gradient = torch.ops.aten.embedding_dense_backward(dy, local, ctx.rows, -1, False)
+        rows, flat = ctx.rows, ids.reshape(-1)
+        if ctx.product.splits_k or ctx.padding is not None:
+            local = flat - ctx.first
+            nobody = (local < 0) | (local >= rows)
+            if ctx.padding is not None:
+                nobody |= flat == ctx.padding
+            # What adds to no row here goes to one behind the last: CUDA's kernel has room for as many rows as it is
+            # told of, and dY may be another node's, too, so that it cannot be set to zero.
+            local.masked_fill_(nobody, rows)
+            gradient = torch.ops.aten.embedding_dense_backward(dy, local, rows + 1, -1, False)[:rows]
+        else:
+            gradient = torch.ops.aten.embedding_dense_backward(dy, flat, rows, -1, False)
         ctx.product.runtime.arena.end(dy)
         ctx.stored.deposit(gradient)
         ctx.stored.finish(ctx.use)
@@ -99,7 +105,11 @@ class VocabParallelEmbedding(nn.Module):
         return [self.stored]
 
     def forward(self, ids: torch.Tensor) -> Carrier:
-        """ids [B,S] → a carrier [B,S,h]."""
+        """ids [B,S] → a carrier [B,S,h].
+
+        Raises InputError for an id that names no row of W (on a device, an assertion that says so).
+        """
+        check_classes("input_ids", ids, self.weight.shape[0])
         product, start, stop = self.product, *self.sequences.bounds(ids.numel())
         mine = ids if self.sequences.size == 1 else ids.reshape(-1)[start:stop]
         y = _Lookup.apply(self.weight, self.stored, self.stored.use(), mine, self.first_row, product, self.padding_idx)

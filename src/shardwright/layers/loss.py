@@ -1,11 +1,13 @@
 """Cross entropy over logits whose vocabulary is split: no rank sees a whole row.
 
-| pass     | in                         | collectives                                   | out                |
-|----------|----------------------------|-----------------------------------------------|--------------------|
-| forward  | logits [T,V/n], labels [T] | all-gather of (log Σ exp, target logit) [2,T] | loss, 0-dim        |
-| backward | dloss                      | none                                          | dlogits [T,V/n]    |
+| pass     | in                         | collectives                                              | out             |
+|----------|----------------------------|----------------------------------------------------------|-----------------|
+| forward  | logits [T,V/n], labels [T] | all-gather of (maximum, log Σ, target logit) [3,T]       | loss, 0-dim     |
+| backward | dloss                      | none                                                     | dlogits [T,V/n] |
 
-loss = Σ (log Z − target) / count, dlogits = (softmax − one-hot) · dloss / count.
+With the row's maximum M and L = log Σ exp(logits − M): loss = Σ (L − (target − M)) / count, dlogits = (softmax −
+one-hot) · dloss / count, softmax = exp((logits − M) − L). M is exact and L is small, so both are as exact for logits
+that share an offset as for those that do not; log Z = M + L would round L to the precision of M.
 The softmax is taken in at least fp32, a chunk of rows at a time, so that no second copy of the logits is made.
 """
 
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import trace
 from shardwright.comm import AxisGroup, Runtime, all_gather, all_reduce
+from shardwright.layers.classes import check_classes
 
 IGNORED = -100
 """The label of a token without a target."""
@@ -33,33 +36,31 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows, width = logits.shape
-        mine = torch.empty(2, rows, dtype=wide, device=logits.device)  # log Σ exp and target logit of this part
+        normaliser = torch.empty(2, rows, dtype=wide, device=logits.device)  # M and L, of this part
         local = labels - first
         foreign = (local < 0) | (local >= width)
         if width:
-            at_once = _rows(width)
-            for part, log_sum in zip(logits.split(at_once), mine[0].split(at_once), strict=True):
-                torch.logsumexp(part.to(wide), dim=-1, out=log_sum)
-            column = local.masked_fill(foreign, 0).unsqueeze(1)
-            mine[1] = logits.gather(1, column).squeeze(1)
+            chunks = zip(*(whole.split(_rows(width), dim=-2) for whole in (logits, normaliser.t())), strict=True)
+            for part, out in chunks:
+                _normalise(part, out)
+            target = logits.gather(1, local.masked_fill(foreign, 0).unsqueeze(1)).squeeze(1).to(wide)
+            target.masked_fill_(foreign, 0)
         else:  # a rank behind the end of a vocabulary that does not divide
-            mine[0].fill_(-torch.inf)
-        mine[1].masked_fill_(foreign, 0)
+            normaliser.fill_(-torch.inf)
+            target = normaliser.new_zeros(rows)
         if group.size > 1:
-            every = mine.new_empty(group.size, 2, rows)
+            mine = torch.cat((normaliser, target.unsqueeze(0)))
+            every = mine.new_empty(group.size, 3, rows)
             all_gather(mine.unsqueeze(0), every, group, "loss")
-            log_z, target = torch.logsumexp(every[:, 0], dim=0), every[:, 1].sum(0)
-        else:
-            log_z, target = mine[0], mine[1]
-        ignored = labels == IGNORED
-        losses = (log_z - target).masked_fill_(ignored, 0)
+            normaliser, target = _join(every[:, 0], every[:, 1]), every[:, 2].sum(0)
+        losses = (normaliser[1] - (target - normaliser[0])).masked_fill_(labels == IGNORED, 0)
         ctx.first, ctx.wide = first, wide
-        ctx.save_for_backward(logits, labels, log_z, count)
+        ctx.save_for_backward(logits, labels, normaliser, count)
         return losses.sum() / count
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        logits, labels, log_z, count = ctx.saved_tensors
+        logits, labels, normaliser, count = ctx.saved_tensors
         width = logits.shape[1]
         scale = (grads[0] / count).to(ctx.wide)
         gradient = torch.empty_like(logits)
@@ -68,17 +69,33 @@ class _CrossEntropy(torch.autograd.Function):
         local = labels - ctx.first
         present = (local >= 0) & (local < width)
         rowwise = (  # [T,1] each
-            log_z.unsqueeze(1),
+            normaliser[0].unsqueeze(1),
+            normaliser[1].unsqueeze(1),
             torch.where(present, local, 0).unsqueeze(1),
             present.to(ctx.wide).neg_().unsqueeze(1),
             torch.where(labels == IGNORED, 0, scale).unsqueeze(1),
         )
         chunks = zip(*(whole.split(_rows(width)) for whole in (logits, gradient, *rowwise)), strict=True)
-        for part, out, log_sum, column, minus_one, factor in chunks:
-            soft = (part - log_sum).exp_()  # log_z is wide, so soft is
+        for part, out, most, log_sum, column, minus_one, factor in chunks:
+            soft = (part - most).sub_(log_sum).exp_()  # the maximum is wide, so soft is
             torch.mul(soft.scatter_add_(1, column, minus_one), factor, out=out)
             del soft  # before the next chunk's is made
         return gradient, None, None, None, None
+
+
+def _normalise(part: torch.Tensor, out: torch.Tensor) -> None:
+    """Row maximum and log Σ exp(logits − maximum) of ``part`` [R,V/n], into ``out`` [R,2]."""
+    most = part.amax(1).to(out.dtype)
+    # A part of nothing but −∞ (classes that were masked off) has a sum of 0, not of exp(−∞ + ∞).
+    shifted = part - most.masked_fill(most == -torch.inf, 0).unsqueeze(1)
+    out[:, 0] = most
+    out[:, 1] = shifted.exp_().sum(1).log_()
+
+
+def _join(most: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+    """M and L [2,T] of whole rows, from those of their parts [n,T] each."""
+    whole = most.amax(0)
+    return torch.stack((whole, torch.logsumexp(log_sums + (most - whole), dim=0)))
 
 
 def _rows(width: int) -> int:
@@ -117,13 +134,16 @@ class VocabParallelLoss:
         """This rank's share of the mean loss, 0-dim: summed over ``shares`` (token and split axes) it is the mean.
 
         vocab_size: V, needed where the ranks' parts differ; by default each has as many classes as this one.
+        Raises InputError for a label that is neither a class nor −100 (on a device, an assertion that says so).
         """
         with trace.span("loss"):
             logits, labels = logits.flatten(0, -2), labels.reshape(-1)
             if count is None:
                 count = self.count_targets(labels)
+            classes = logits.shape[-1] if self.vocab.size == 1 else vocab_size or logits.shape[-1] * self.vocab.size
+            check_classes("labels", labels, classes, IGNORED)
             labels = labels[slice(*self.split.bounds(labels.shape[0]))]
-            first, _ = self.vocab.bounds(vocab_size or logits.shape[-1] * self.vocab.size)
+            first, _ = self.vocab.bounds(classes)
             loss: torch.Tensor = _CrossEntropy.apply(logits, labels, count.clamp(min=1), first, self.vocab)
             return loss
 
