@@ -17,13 +17,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from shardwright import trace
 from shardwright._errors import InputError
+from shardwright._fallback import unsplit
+from shardwright._forward import (
+    BeginForward,
+    CarryIn,
+    CarryOut,
+    CausalLoss,
+    Clear,
+    EndForward,
+    HiddenDropout,
+    ScoreDropout,
+    take_tokens,
+)
 from shardwright._plan import Plan
 from shardwright.comm import AxisGroup, Runtime
 from shardwright.edge import edges
 from shardwright.layers import (
-    GridDropout,
     GridLayerNorm,
     GridRMSNorm,
     PositionEmbedding,
@@ -31,26 +41,21 @@ from shardwright.layers import (
     VocabParallelLoss,
     attention,
 )
-from shardwright.layers.classes import check_ids
-from shardwright.layers.loss import IGNORED
 from shardwright.layout import GridLayout
 from shardwright.linear import GridLinear, SiteProduct
-from shardwright.linear.carrier import Carrier, TokenShape, tokens_of
+from shardwright.linear.carrier import TokenShape
 from shardwright.linear.conversion import Conversion
 from shardwright.linear.grid_linear import sharding_of
 from shardwright.linear.heads import HeadExchange, HeadGather
 from shardwright.linear.product import Product, names, weight_placements
 from shardwright.mesh import chunk
 from shardwright.models import Family, family_of, has_rule
-from shardwright.params import ParameterStore, Schedule
+from shardwright.params import ParameterStore
+from shardwright.params.buffers import fill_buffers
 from shardwright.params.initial import Source, from_seed, from_values
-from shardwright.params.lending import lend
 from shardwright.params.random import key_of
 from shardwright.sharding import Sharding
 from shardwright.site import Linear, Site, check_divides, check_heads, exchanged_axes, gathers_heads, held_heads
-
-TOKENS = "shardwright_tokens"
-"""The keyword by which a forward pass tells its blocks [batch, sequence], also when a block is replayed."""
 
 
 def parallelize(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None = None) -> Any:
@@ -68,7 +73,7 @@ def parallelize(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None 
         )
     runtime = Runtime.of(mesh, plan.backend)
     if plan.fallback and not has_rule(model.config):
-        return _unsplit(model, mesh, runtime, plan, source or _default_source(model, mesh, plan))
+        return unsplit(model, mesh, runtime, plan, source or _default_source(model, mesh, plan))
     family = family_of(model.config)
     layouts = resolve(family, model.config, plan)
     runtime.arena.slots = plan.arena
@@ -85,37 +90,6 @@ def resolve(family: Family, config: Any, plan: Plan) -> dict[Site, GridLayout]:
         if site.name.endswith(f"{family.attention}.qkv"):
             check_heads(site, layouts[site.name], plan.batch_axes, plan.mesh)
     return {site: layouts[site.name] for site in sites}
-
-
-def _unsplit(model: Any, mesh: DeviceMesh, runtime: Runtime, plan: Plan, source: Source) -> Any:
-    """A model without a rule table: data parallel over the plan's data axes, its modules as they are."""
-    ranks = runtime.group(plan.data_axes).size
-    if plan.batch % ranks:
-        raise InputError(
-            f"batch: found {plan.batch}; allowed: a multiple of {'×'.join(plan.data_axes)} = {ranks}, since a model "
-            "without a rule table does not split sequences"
-        )
-    runtime.arena.slots = plan.arena
-    lend(model, mesh, plan.data_axes, plan.sharding_for, plan.in_flight, source=source)
-    _fill_buffers(model, torch.device(mesh.device_type))
-    model.config.use_cache = False
-    if getattr(model, "_supports_attention_backend", False):
-        model.config._attn_implementation = attention.register()
-    model.loss_function = CausalLoss(VocabParallelLoss(mesh, (), plan.data_axes))
-    model.get_input_embeddings().register_forward_pre_hook(check_ids)
-    model.register_forward_pre_hook(_BeginForward(TokenShape(), None), with_kwargs=True)
-    return model
-
-
-def _fill_buffers(model: Any, device: torch.device) -> None:
-    """Buffers are computed, not drawn: every rank holds them whole."""
-    for module in model.modules():
-        meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-        for name, buffer in meta.items():
-            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-            trace.note(module._buffers[name], "buffer")
-        if meta:
-            model._init_weights(module)
 
 
 def _default_source(model: Any, mesh: DeviceMesh, plan: Plan) -> Source:
@@ -168,14 +142,14 @@ class _Conversion:
         self._norm(family.final_norm, self.stream, self.stream_features)
         for name in family.dropouts:
             self._dropout(name)
-        _fill_buffers(model, torch.device(self.mesh.device_type))
+        fill_buffers(model, torch.device(self.mesh.device_type))
         self._loss()
         model.config.use_cache = False
         model.config._attn_implementation = attention.register()
-        model.register_forward_pre_hook(_BeginForward(self.shape, self.sites[family.head]), with_kwargs=True)
-        model.get_submodule(family.final_norm).register_forward_hook(_CarryOut(self.shape))
+        model.register_forward_pre_hook(BeginForward(self.shape, self.sites[family.head]), with_kwargs=True)
+        model.get_submodule(family.final_norm).register_forward_hook(CarryOut(self.shape))
         model.parameter_store = self.store
-        model.register_forward_hook(_EndForward(self.store.schedule), always_call=True)
+        model.register_forward_hook(EndForward(self.store.schedule), always_call=True)
         left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if left:
             raise InputError(f"model: found parameters that no rule of {family.model_type!r} covers: {', '.join(left)}")
@@ -277,7 +251,7 @@ class _Conversion:
     def _dropout(self, name: str) -> None:
         probability = self.model.get_submodule(name).p
         if probability:
-            self._put(name, _HiddenDropout(probability, key_of(self.seed, name), self._hidden_place))
+            self._put(name, HiddenDropout(probability, key_of(self.seed, name), self._hidden_place))
 
     def _hidden_place(self, tokens: torch.Tensor) -> tuple[int, int, int]:
         """(first token over the whole mesh, first feature, features) of hidden states [.., T_local, h]."""
@@ -307,17 +281,17 @@ class _Conversion:
             total = self.model.config.num_attention_heads
             held = total // split.size
             place = (self.first_sequence, split.index * held + exchanged.bounds(held)[0], total)
-            module.score_dropout = _ScoreDropout(probability, key_of(self.seed, f"{name}.{family.attention}"), place)
+            module.score_dropout = ScoreDropout(probability, key_of(self.seed, f"{name}.{family.attention}"), place)
         if first:
-            block.register_forward_pre_hook(_take_tokens)
+            block.register_forward_pre_hook(take_tokens)
         if self.plan.recompute_for(name) == "block":
             recomputed: Any = block
             recomputed.gradient_checkpointing = True
             recomputed._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
-        module.register_forward_pre_hook(_CarryIn(self.shape, sites), with_kwargs=True)
+        module.register_forward_pre_hook(CarryIn(self.shape, sites), with_kwargs=True)
         for parent in family.parents:
             inside = [site for key, site in self.sites.items() if key.startswith(f"{name}.{parent}.")]
-            block.get_submodule(parent).register_forward_hook(_Clear(inside), always_call=True)
+            block.get_submodule(parent).register_forward_hook(Clear(inside), always_call=True)
 
     def _exchange_heads(self, attention: str, group: AxisGroup, over: int) -> None:
         """Where tokens are split as they leave q, k, v: whole sequences of fewer heads in between.
@@ -346,132 +320,3 @@ class _Conversion:
         batch, split = self.plan.batch_axes, self._within_batch(layout.output_token_axes)
         loss = VocabParallelLoss(self.mesh, layout.output_feature_axes, batch, split.axes)
         self.model.loss_function = CausalLoss(loss)
-
-
-class CausalLoss:
-    """Hugging Face's ``loss_function`` over this rank's logits."""
-
-    def __init__(self, over_vocabulary: VocabParallelLoss):
-        self.over_vocabulary = over_vocabulary
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        vocab_size: int,
-        num_items_in_batch: torch.Tensor | None = None,
-        shift_labels: torch.Tensor | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """This rank's share of the mean loss. labels [B,S] name the tokens themselves, shift_labels the next ones."""
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
-        return self.over_vocabulary(logits, shift_labels, num_items_in_batch, vocab_size)
-
-
-class _BeginForward:
-    """Before the model: what would be silently wrong is refused, and the shape of the batch is told.
-
-    head: the site of the logits, where the model has sites.
-    """
-
-    def __init__(self, shape: TokenShape, head: SiteProduct | None):
-        self.shape, self.head = shape, head
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for name in ("attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "cache", "past_key_values"):
-            if kwargs.get(name) is not None:
-                raise InputError(
-                    f"{name}: found a value; allowed: nothing in this version (pad on the right with labels of -100, "
-                    "and do not pack)"
-                )
-        if len(args) > 1:
-            raise InputError("forward: found positional arguments after input_ids; allowed: keyword arguments")
-        keep = kwargs.get("logits_to_keep")
-        if isinstance(keep, torch.Tensor) or keep:
-            raise InputError("logits_to_keep: found a value; allowed: nothing, since tokens are split")
-        ids = args[0] if args else kwargs["input_ids"]
-        if self.head is None:
-            return None
-        self.shape.batch, self.shape.sequence = ids.shape
-        self.head.tokens = ids.shape.numel()
-        return args, {**kwargs, TOKENS: tuple(ids.shape)}
-
-
-class _EndForward:
-    """After the model: a forward without gradients leaves nothing gathered."""
-
-    def __init__(self, schedule: Schedule):
-        self.schedule = schedule
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            self.schedule.rest()
-
-
-class _CarryIn:
-    """Before attention: the tokens [1,T_local,h] go in as a carrier [B,S,h], and the block's sites learn B·S."""
-
-    def __init__(self, shape: TokenShape, sites: list[SiteProduct]):
-        self.shape, self.sites = shape, sites
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch, sequence = kwargs.pop(TOKENS)
-        self.shape.batch, self.shape.sequence = batch, sequence  # in a replay, another forward may have come since
-        for site in self.sites:
-            site.tokens = batch * sequence
-        if args:
-            return (Carrier(args[0], batch, sequence), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": Carrier(kwargs["hidden_states"], batch, sequence)}
-
-
-class _CarryOut:
-    """After the last norm: model code may reshape the hidden states again, so it sees a carrier."""
-
-    def __init__(self, shape: TokenShape):
-        self.shape = shape
-
-    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> Carrier:
-        return Carrier(output, self.shape.batch, self.shape.sequence)
-
-
-class _Clear:
-    """After attention or MLP, come what may: no sibling's result is kept."""
-
-    def __init__(self, sites: list[SiteProduct]):
-        self.sites = sites
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        for site in self.sites:
-            site.clear()
-
-
-class _HiddenDropout(GridDropout):
-    """Dropout of hidden states: rows are tokens, also those that a carrier holds."""
-
-    def forward(self, x: Any) -> Any:
-        """x [1,T_local,h], or a carrier of it."""
-        if isinstance(x, Carrier):
-            return Carrier(super().forward(x.tokens), x.shape[0], x.shape[1])
-        return super().forward(x)
-
-
-class _ScoreDropout(GridDropout):
-    """Dropout of attention weights: rows are sequences, columns (head, query, key).
-
-    place: (first sequence of this rank, its first head, heads of all ranks).
-    """
-
-    def __init__(self, p: float, key: int, place: tuple[int, int, int]):
-        self.first_sequence, self.first_head, self.heads = place
-        self.size = 0
-        super().__init__(p, key, lambda _: (self.first_sequence, self.first_head * self.size, self.heads * self.size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B,H_local,S,S]."""
-        self.size = x.shape[2] * x.shape[3]  # of one head
-        return super().forward(x.reshape(x.shape[0], -1)).view(x.shape)
-
-
-def _take_tokens(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (tokens_of(args[0]), *args[1:])
