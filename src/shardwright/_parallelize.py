@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from shardwright._forward import (
     ScoreDropout,
     take_tokens,
 )
+from shardwright._patterns import check_patterns
 from shardwright._plan import Plan
 from shardwright.comm import AxisGroup, Runtime
 from shardwright.edge import edges
@@ -50,9 +53,12 @@ from shardwright.linear.heads import HeadExchange, HeadGather
 from shardwright.linear.product import Product, names, weight_placements
 from shardwright.mesh import chunk
 from shardwright.models import Family, family_of, has_rule
+from shardwright.models.build import DTYPES
+from shardwright.models.positions import check_positions
 from shardwright.params import ParameterStore
 from shardwright.params.buffers import fill_buffers
-from shardwright.params.initial import Source, from_seed, from_values
+from shardwright.params.initial import Source, from_seed, from_values, in_dtype, retype
+from shardwright.params.lending import units_of
 from shardwright.params.random import key_of
 from shardwright.sharding import Sharding
 from shardwright.site import Linear, Site, check_divides, check_heads, exchanged_axes, gathers_heads, held_heads
@@ -62,23 +68,87 @@ def parallelize(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None 
     """Gives every site of ``model`` its layout; returns the model.
 
     model: a Hugging Face causal language model, on the meta device (drawn from the plan's seed) or with values (equal
-    on every rank; each takes its part). State-dict names stay; parameters become DTensors. Called with labels it
-    returns this rank's share of the mean loss. source: where shards get their values, if not so.
+    on every rank; each takes its part). State-dict names stay; parameters become DTensors of the element type in which
+    the plan stores them (``master_dtype``, else ``dtype``), whatever it was: values of another type are cast. Called
+    with labels it returns this rank's share of the mean loss. source: where shards get their values, if not so.
 
     Raises InputError before anything is changed where the plan does not fit the model or the mesh.
     """
+    warning = check_positions(model.config, plan.sequence)
+    if warning is not None:
+        warnings.warn(warning, stacklevel=2)
+    return put(model, mesh, plan, source)
+
+
+def put(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None = None) -> Any:
+    """``parallelize`` without its warnings, for whoever tells them otherwise."""
     if dict(zip(names(mesh), mesh.shape, strict=True)) != plan.mesh:
         raise InputError(
             f"mesh: found {dict(zip(names(mesh), mesh.shape, strict=True))}; allowed: the plan's {plan.mesh}"
         )
+    layouts = check_fits(model, plan)
     runtime = Runtime.of(mesh, plan.backend)
     if plan.fallback and not has_rule(model.config):
-        return unsplit(model, mesh, runtime, plan, source or _default_source(model, mesh, plan))
+        unsplit(model, mesh, runtime, plan, _stored_source(model, mesh, plan, source))
+        model.parallelized = Parallelized(plan, mesh)
+        return model
+    runtime.arena.slots = plan.arena
+    source = _stored_source(model, mesh, plan, source)
+    _Conversion(model, mesh, runtime, family_of(model.config), layouts, source, plan).run()
+    model.parallelized = Parallelized(plan, mesh)
+    return model
+
+
+@dataclass(frozen=True)
+class Parallelized:
+    """What a model was given to ``parallelize``."""
+
+    plan: Plan
+    mesh: DeviceMesh
+
+
+def check_fits(model: Any, plan: Plan) -> dict[Site, GridLayout]:
+    """Site → layout, checked: sizes divide, attention has whole sequences, and every pattern decides something.
+
+    Empty for a model without a rule table. Raises InputError where the plan does not fit the model.
+    """
+    check_positions(model.config, plan.sequence)
+    parameters = [name for name, _ in model.named_parameters()]
+    if plan.fallback and not has_rule(model.config):
+        check_patterns("params", plan.params, dict.fromkeys(map(units_of(model), parameters)), "unit")
+        return {}
     family = family_of(model.config)
     layouts = resolve(family, model.config, plan)
-    runtime.arena.slots = plan.arena
-    source = source or _default_source(model, mesh, plan)
-    return _Conversion(model, mesh, runtime, family, layouts, source, plan).run()
+    own = {site.name for site, layout in layouts.items() if layout.axes_where("w", "sharded")}
+    units = dict.fromkeys(map(_units(family, layouts), parameters))
+    blocks = [f"{family.blocks}.{index}" for index in range(model.config.num_hidden_layers)]
+    check_patterns("layouts", plan.layouts, [site.name for site in layouts], "site")
+    check_patterns("params", plan.params, [unit for unit in units if unit not in own], "unit")
+    check_patterns("recompute", plan.recompute, blocks, "block")
+    return layouts
+
+
+def _units(family: Family, layouts: Mapping[Site, GridLayout]) -> Callable[[str], str]:
+    """Parameter → its unit.
+
+    Blocks are units, and modules outside of them; the weights of a site whose layout shards W are one too.
+    """
+    block = re.compile(rf"{re.escape(family.blocks)}\.\d+(?=\.)")
+    own = {
+        f"{linear.name}.weight": site.name
+        for site, layout in layouts.items()
+        if layout.axes_where("w", "sharded")
+        for linear in site.linears
+    }
+
+    def unit(parameter: str) -> str:
+        module = parameter.rpartition(".")[0]
+        if parameter in own:
+            return own[parameter]
+        inside = block.match(module)
+        return inside.group() if inside else module
+
+    return unit
 
 
 def resolve(family: Family, config: Any, plan: Plan) -> dict[Site, GridLayout]:
@@ -90,6 +160,13 @@ def resolve(family: Family, config: Any, plan: Plan) -> dict[Site, GridLayout]:
         if site.name.endswith(f"{family.attention}.qkv"):
             check_heads(site, layouts[site.name], plan.batch_axes, plan.mesh)
     return {site: layouts[site.name] for site in sites}
+
+
+def _stored_source(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None) -> Source:
+    """``source``, or the default one, in the element type in which the plan stores parameters."""
+    dtype = DTYPES[plan.stored_dtype]
+    retype(model, dtype)  # so that what is drawn is drawn in it
+    return in_dtype(source or _default_source(model, mesh, plan), dtype)
 
 
 def _default_source(model: Any, mesh: DeviceMesh, plan: Plan) -> Source:
@@ -115,7 +192,7 @@ class _Conversion:
         self.model, self.mesh, self.runtime, self.family = model, mesh, runtime, family
         self.layouts, self.source, self.seed, self.plan = layouts, source, plan.seed, plan
         self.layout_of = {site.name: layout for site, layout in layouts.items()}
-        self.store = ParameterStore(mesh, self._sharding_of, self._unit_of, plan.in_flight)
+        self.store = ParameterStore(mesh, self._sharding_of, _units(family, layouts), plan.in_flight)
         self.sites: dict[str, SiteProduct] = {}
         self.shape = TokenShape()
         stream = next(iter(layouts.values()))
@@ -154,16 +231,6 @@ class _Conversion:
         if left:
             raise InputError(f"model: found parameters that no rule of {family.model_type!r} covers: {', '.join(left)}")
         return model
-
-    def _unit_of(self, parameter: str) -> str:
-        """Blocks are units, and modules outside of them; the weights of a site whose layout shards W are one too."""
-        module = parameter.rpartition(".")[0]
-        for site, layout in self.layouts.items():
-            mine = layout.axes_where("w", "sharded") and any(linear.name == module for linear in site.linears)
-            if mine and parameter.endswith(".weight"):
-                return site.name
-        block = re.match(rf"{re.escape(self.family.blocks)}\.\d+(?=\.)", module)
-        return block.group() if block else module
 
     def _sharding_of(self, unit: str) -> Sharding:
         layout = self.layout_of.get(unit)
@@ -212,8 +279,8 @@ class _Conversion:
         placements = weight_placements(GridLayout(n=layout.k, k=layout.n), self.mesh)
         stored, cut = self._stored(dense, "weight", placements, layout.m, site.name)
         scale = getattr(dense, "scalar_embed_scale", None)
-        if scale is not None:  # rounded as Hugging Face rounds it
-            scale = torch.tensor(scale, dtype=dense.embed_scale.dtype, device="cpu").to(dense.weight.dtype).item()
+        if scale is not None:  # rounded as Hugging Face rounds it in a model of the products' element type
+            scale = torch.tensor(scale, dtype=dense.embed_scale.dtype, device="cpu").to(DTYPES[self.plan.dtype]).item()
         product, first = Product.of(site.name, layout, self.mesh), cut.ranges[0][0][0]
         sequences = self._within_batch(layout.m)
         self._put(

@@ -162,7 +162,9 @@ class Plan(BaseModel):
         "travel with the unit",
     )
     master_dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
-        default=None, description="element type in which parameters are stored and updated; null: dtype"
+        default=None,
+        description="element type in which parameters are stored and updated; null: dtype; where it is left out and "
+        "dtype is bfloat16: float32",
     )
     fallback: bool = Field(
         default=False,
@@ -185,6 +187,14 @@ class Plan(BaseModel):
     solve_time: float | None = Field(default=None, ge=0, description="seconds that the planner took, all included")
 
     _directory: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _masters(cls, data: Any) -> Any:
+        """Updates vanish in low precision: unless told otherwise, parameters are stored in float32."""
+        if isinstance(data, Mapping) and data.get("dtype") == "bfloat16" and "master_dtype" not in data:
+            return {**data, "master_dtype": "float32"}
+        return data
 
     @field_validator("mesh")
     @classmethod
@@ -315,6 +325,15 @@ class Plan(BaseModel):
         return fields | {"model": (self.config_path, self.model.sha256), "orders": orders}
 
     # Questions
+
+    def differs_from(self, other: Plan) -> str | None:
+        """The first field in which the two state another step, or None; what is predicted, and slots, do not count."""
+        mine, its = self._identity(), other._identity()
+        counted = (name for name in type(self).model_fields if name not in (*ANSWERS, "arena"))
+        for name in counted:
+            if mine[name] != its[name] or (isinstance(mine[name], dict) and [*mine[name]] != [*its[name]]):
+                return name
+        return None
 
     def recompute_for(self, block: str) -> str:
         """What backward computes again of the block of that name: the first pattern that matches, else ``none``."""

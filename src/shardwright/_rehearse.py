@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright import models
 from shardwright._errors import InputError
-from shardwright._parallelize import parallelize
+from shardwright._parallelize import put
 from shardwright._plan import Plan
 from shardwright.comm import Runtime
 from shardwright.mesh import chunk, coordinates, ranks_along, world_size
@@ -87,19 +87,20 @@ def _forget_meshes() -> None:
 
 
 def _steps(model: Any, mesh: DeviceMesh, plan: Plan, steps: list[int]) -> Trace:
-    step = TrainStep(parallelize(model, mesh, plan, source=unfilled(torch.device("cpu"))), mesh, plan)
+    step = TrainStep(put(model, mesh, plan, source=unfilled(torch.device("cpu"))), mesh, plan)
+    step.accumulation = None  # a step may have as many micro-batches as was asked for
     _, trace = record_steps(step, [_micro_batches(plan, step, count) for count in steps])
     return trace
 
 
 def _evaluation(model: Any, mesh: DeviceMesh, plan: Plan, steps: list[int]) -> Trace:
-    step = TrainStep(parallelize(model, mesh, plan, source=unfilled(torch.device("cpu"))), mesh, plan)
+    step = TrainStep(put(model, mesh, plan, source=unfilled(torch.device("cpu"))), mesh, plan)
     _, trace = record_evaluation(step, _micro_batches(plan, step, plan.accumulation))
     return trace
 
 
 def _initialisation(model: Any, mesh: DeviceMesh, plan: Plan, steps: list[int]) -> Trace:
-    _, trace = record_initialisation(lambda: parallelize(model, mesh, plan))
+    _, trace = record_initialisation(lambda: put(model, mesh, plan))
     return trace
 
 

@@ -11,8 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright import trace
+from shardwright._errors import InputError
+from shardwright._files import found_text
 from shardwright._plan import Plan
 from shardwright.comm import all_reduce
+from shardwright.mesh import chunk
 from shardwright.params.clipping import clip_grad_norm_
 from shardwright.params.placement import wrap
 
@@ -91,6 +94,9 @@ class TrainStep:
 
     Every rank differentiates the sum of its losses over the global count of targets, so gradients are sums of shares
     and need no averaging, whatever the layout and the number of micro-batches.
+
+    model: what ``parallelize`` returned. mesh, plan: those that it was given; InputError for others. accumulation:
+    micro-batches that a step must have, the plan's; None: any number.
     """
 
     def __init__(
@@ -103,7 +109,12 @@ class TrainStep:
         betas: tuple[float, float] = (0.9, 0.95),
         max_grad_norm: float | None = None,
     ):
+        _check_given(model, mesh, plan)
         self.model = model
+        self.accumulation: int | None = plan.accumulation
+        data = model.loss_function.over_vocabulary.tokens
+        first, end = chunk(plan.batch, data.size, data.index)
+        self.shape = (end - first, plan.sequence)
         self.loss = model.loss_function.over_vocabulary
         self.accumulate: Callable[[], AbstractContextManager[None]] = model.parameter_store.schedule.accumulate
         self.optimizer = FusedAdamW(
@@ -114,8 +125,13 @@ class TrainStep:
         """Runs the step on [(input_ids [B,S], next-token labels [B,S])], this data rank's rows.
 
         Returns the mean loss over all targets of the mesh, 0-dim, the same on every rank. B is the plan's batch over
-        the data axes' size.
+        the data axes' size. Raises InputError where their number or a shape is not the plan's.
         """
+        if self.accumulation is not None and len(micro_batches) != self.accumulation:
+            raise InputError(
+                f"step: found {len(micro_batches)} micro-batches; allowed: {self.accumulation}, the plan's accumulation"
+            )
+        self._check_shapes(micro_batches)
         count = self.loss.count_targets(*(labels for _, labels in micro_batches))
         shares: list[torch.Tensor] = []
         total: torch.Tensor = count
@@ -134,12 +150,22 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         return total
 
+    def _check_shapes(self, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for number, batch in enumerate(micro_batches):
+            for name, tensor in zip(("input_ids", "labels"), batch, strict=True):
+                if tuple(tensor.shape) != self.shape:
+                    raise InputError(
+                        f"{name}: found {list(tensor.shape)} in micro-batch {number}; allowed: {list(self.shape)}, "
+                        "this rank's sequences of the plan's batch, and its tokens of a sequence"
+                    )
+
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """The mean loss over all targets of ``micro_batches`` (as in a step), without gradients; 0-dim, on every rank.
 
         The model is put into evaluation mode for it, and back into the mode that it was in.
         """
+        self._check_shapes(micro_batches)
         training = self.model.training
         self.model.eval()
         count = self.loss.count_targets(*(labels for _, labels in micro_batches))
@@ -152,6 +178,22 @@ class TrainStep:
             all_reduce(total, self.loss.shares, "loss")
         self.model.train(training)
         return total
+
+
+def _check_given(model: Any, mesh: DeviceMesh, plan: Plan) -> None:
+    """Raises InputError unless these are the mesh and the plan that ``parallelize`` was given."""
+    given = getattr(model, "parallelized", None)
+    if given is None:
+        raise InputError("model: found one that lies on no mesh; allowed: a model that sw.parallelize returned")
+    if given.mesh != mesh:
+        raise InputError(f"mesh: found {mesh}; allowed: {given.mesh}, which the model lies on")
+    other = plan.differs_from(given.plan)
+    if other is not None:
+        found, own = (found_text(getattr(each, other)) for each in (plan, given.plan))
+        raise InputError(
+            f"plan: found another {other} ({found}) than that of the model ({own}); allowed: the plan that parallelize "
+            "was given"
+        )
 
 
 def record_steps(

@@ -33,6 +33,23 @@ def from_values(module: nn.Module, name: str, cut: Cut) -> torch.Tensor:
     return cut.of(getattr(module, name))
 
 
+def in_dtype(source: Source, dtype: torch.dtype) -> Source:
+    """What ``source`` gives, floating-point values cast to ``dtype``: exact to a wider type, else rounded once."""
+
+    def cast(module: nn.Module, name: str, cut: Cut) -> torch.Tensor:
+        shard = source(module, name, cut)
+        return shard.to(dtype) if shard.is_floating_point() else shard
+
+    return cast
+
+
+def retype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives the floating-point parameters of ``model`` that have no memory yet the element type ``dtype``."""
+    for parameter in model.parameters():
+        if parameter.is_meta and parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
 def unfilled(device: torch.device) -> Source:
     """Memory without values, for a rehearsal."""
 

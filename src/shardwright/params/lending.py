@@ -91,13 +91,7 @@ def lend(
 ) -> nn.Module:
     """As ``shard``, each unit as ``sharding_of`` its name says. axes: those of ``mesh`` over which data are split."""
     names = _unit_names(module, units)
-
-    def unit_of(parameter: str) -> str:
-        holder = parameter.rpartition(".")[0]
-        unit = _innermost(names, holder)
-        return holder if unit is None else unit
-
-    store = ParameterStore(mesh, sharding_of, unit_of, in_flight)
+    store = ParameterStore(mesh, sharding_of, _unit_finder(names), in_flight)
     places = _place_all(module, store, axes, source, names)
     for name, inner in module.named_modules():
         unit = _innermost(names, name)
@@ -112,6 +106,20 @@ def lend(
     module.register_forward_hook(rest, always_call=True)
     cast(Any, module).parameter_store = store
     return module
+
+
+def units_of(module: nn.Module) -> Callable[[str], str]:
+    """Qualified parameter name → name of the unit that ``lend`` would put it in."""
+    return _unit_finder(_unit_names(module, None))
+
+
+def _unit_finder(names: Sequence[str]) -> Callable[[str], str]:
+    def unit_of(parameter: str) -> str:
+        holder = parameter.rpartition(".")[0]
+        unit = _innermost(names, holder)
+        return holder if unit is None else unit
+
+    return unit_of
 
 
 def _sharding(

@@ -17,7 +17,7 @@ import torch
 
 from shardwright import models
 from shardwright._errors import InputError
-from shardwright._parallelize import parallelize
+from shardwright._parallelize import put
 from shardwright._plan import Plan
 from shardwright._rehearse import stage
 from shardwright.comm.bins import Bins
@@ -106,7 +106,7 @@ def _loads(
     with stage(plan, rank) as mesh:
         model = models.build_meta(few, plan.stored_dtype)
         with ShortFakeMode():
-            schedule = parallelize(model, mesh, of_few, source=unfilled(torch.device("cpu"))).parameter_store.schedule
+            schedule = put(model, mesh, of_few, source=unfilled(torch.device("cpu"))).parameter_store.schedule
             for unit in schedule.units:
                 block = Names(family.blocks).block(unit.name)
                 if block is not None:

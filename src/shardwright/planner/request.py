@@ -12,6 +12,7 @@ from shardwright._errors import DoesNotFit, InputError
 from shardwright._files import format_bytes, parse_bytes
 from shardwright._plan import Plan
 from shardwright.cluster import Cluster
+from shardwright.models.positions import check_positions
 from shardwright.planner import SECONDS
 from shardwright.planner.explore import Tell
 from shardwright.planner.problem import Problem
@@ -84,6 +85,7 @@ def request(
     )
     loaded = models.load_config(base.config_path)
     models.family_of(loaded)
+    check_positions(loaded, sequence)
     if machines.links is None and machines.devices > 1:
         raise InputError("links: found null; allowed: the cluster's links, which times are made of")
     return Problem(loaded, base, machines, machines.devices, limit, level)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright import models
+from shardwright._patterns import effective
 from shardwright._plan import Plan
 from shardwright._rehearse import rehearse
 from shardwright.models import Family
@@ -90,22 +91,20 @@ def rehearse_few(
 
 
 def plan_of_blocks(family: Family, config: Any, plan: Plan, blocks: Sequence[int]) -> Plan:
-    """The plan with a pattern for each of these blocks, now numbered from 0, before all others."""
+    """The plan with a pattern for each of these blocks, now numbered from 0, and those that decide outside of them."""
     sites = family.sites(config, plan.batch * plan.sequence)
     layouts, params, recompute = dict[str, Any](), dict[str, Any](), dict[str, str]()
     for new, old in enumerate(blocks):
         block, name = f"{family.blocks}.{old}", f"{family.blocks}.{new}"
         mine = [site for site in sites if site.name.startswith(f"{block}.")]
         layouts |= {name + site.name.removeprefix(block): plan.layout_for(site) for site in mine}
-        stored = {name + unit.removeprefix(block): plan.stored_for(unit) for unit in (*(s.name for s in mine), block)}
-        params |= {unit: each for unit, each in stored.items() if each is not None}
+        stored = plan.stored_for(block)
+        params |= {name: stored} if stored is not None else {}
         recompute[name] = plan.recompute_for(block)
+    outside = [site.name for site in sites if not site.name.startswith(f"{family.blocks}.")]
+    units = [name for name in (family.embedding, family.positions, family.final_norm, family.head) if name]
     return plan.evolve(
-        layouts=_before(layouts, plan.layouts),
-        params=_before(params, plan.params),
-        recompute=_before(recompute, plan.recompute),
+        layouts=layouts | effective(plan.layouts, outside),
+        params=params | effective(plan.params, units),
+        recompute=recompute,
     )
-
-
-def _before(first: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    return first | {pattern: choice for pattern, choice in rest.items() if pattern not in first}
