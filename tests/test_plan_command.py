@@ -126,7 +126,7 @@ def test_bad_input_is_one_line(two, tmp_path):
     )
     assert "memory" in refused("plan", config(), *machine, *ASK, "--memory", "lots")
     assert "memory" in refused("plan", config(), *machine, *ASK, "--memory", "0GiB")
-    assert "error: memory: found 81.00 GiB (86,973,087,744 bytes); allowed: at most the 80.00 GiB" in refused(
+    assert "error: memory: found 81.00 GiB (86,973,087,744 bytes); allowed: at most the 79.00 GiB" in refused(
         "plan", config(), *machine, *ASK, "--memory", "81GiB"
     )
     assert "dtype" in refused("plan", config(), *machine, "--batch", "8", "--sequence", "8", "--dtype", "fp12")

@@ -133,6 +133,10 @@ def check_supported(layout: GridLayout, sizes: Mapping[str, int], name: str) -> 
     if layout.overlap == "ring" and layout.reduce_dtype != "same":
         refuse("reduce_dtype", layout.reduce_dtype, "same with overlap: ring, whose sums travel in their own dtype")
     order = ", ".join(sizes)
+    for role in ("m", "n", "k"):
+        for axis in getattr(layout, role):
+            if axis not in sizes:
+                refuse(role, axis, f"the mesh's axes ({order})")
     for operand, role in (("x", "k"), ("y", "n")):
         by_tokens, by_features = (layout.axes_where(operand, word) for word in ("sharded", "sharded-features"))
         if by_tokens and by_features:

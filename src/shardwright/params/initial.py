@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright import trace
@@ -45,9 +45,10 @@ def in_dtype(source: Source, dtype: torch.dtype) -> Source:
 
 def retype(model: nn.Module, dtype: torch.dtype) -> None:
     """Gives the floating-point parameters of ``model`` that have no memory yet the element type ``dtype``."""
-    for parameter in model.parameters():
-        if parameter.is_meta and parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
+    with unset_fake_temporarily(), trace.quiet():
+        for parameter in model.parameters():
+            if parameter.is_meta and parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
 
 
 def unfilled(device: torch.device) -> Source:

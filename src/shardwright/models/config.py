@@ -1,0 +1,147 @@
+"""A Hugging Face config.json, read and checked: what is not understood is refused before a model is made of it.
+
+No code that comes with a config is ever run: whatever ``auto_map`` names is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwright._errors import InputError
+from shardwright._files import found_text
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+"""What a config must state as far as its family has it, under these names or its own (``n_embd``): transformers would
+make it up."""
+
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+"""What follows from the others where it is left out or null."""
+
+COUNT = "a whole number of at least 1"
+LONGEST = 120
+"""Characters of what transformers says that one line has room for."""
+
+Refuse = Callable[[str, str, str], InputError]
+"""(field, what was found, what is allowed) → the error."""
+
+
+def load_config(path: str | Path) -> Any:
+    """A Hugging Face config from its config.json (or from the directory that holds one).
+
+    Raises InputError, one line, for what is no config of a decoder of text, for one with code of its own or quantized
+    weights, and for sizes that are left out or no whole numbers of at least 1.
+    """
+    from transformers import AutoConfig
+
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    fields = _fields(path)
+
+    def refuse(field: str, found: str, allowed: str) -> InputError:
+        return InputError(f"{path}: {field}: found {found}; allowed: {allowed}")
+
+    if fields.get("auto_map"):
+        raise refuse("auto_map", "code that comes with the config", "none: only transformers' own models are run")
+    if fields.get("quantization_config") is not None:
+        raise refuse("quantization_config", "quantized weights", "weights of float32, bfloat16 or float64")
+    model_type = fields.pop("model_type", None)
+    if not isinstance(model_type, str):
+        found = "nothing" if model_type is None else found_text(model_type)
+        raise refuse("model_type", found, "the model_type of a Hugging Face model")
+    kind = _kind(model_type, refuse)
+    _check_sizes(kind, fields, refuse)
+    try:
+        with warnings_held():
+            return AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # whatever a config class finds wrong with its fields
+        raise InputError(f"{path}: found {short(error)}; allowed: a Hugging Face config") from None
+
+
+def short(text: object) -> str:
+    """What somebody else says, on one line, cut where it is long."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
+
+
+class _Held(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def warnings_held() -> Iterator[None]:
+    """What transformers logs inside is shown when the block has ended well; where it raises, its error says it."""
+    logger, held = logging.getLogger("transformers"), _Held()
+    before, propagates = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [held], False
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before, propagates
+    for record in held.records:
+        logger.handle(record)
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: found no file; allowed: a Hugging Face config.json") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: found {short(error)}; allowed: a Hugging Face config.json") from None
+    if not isinstance(fields, dict):
+        raise InputError(f"{path}: found {found_text(fields)}; allowed: a mapping, as in a Hugging Face config.json")
+    return fields
+
+
+def _kind(model_type: str, refuse: Refuse) -> Any:
+    """The config class of that name; a decoder of text alone is wanted."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if model_type not in CONFIG_MAPPING_NAMES:
+        near = difflib.get_close_matches(model_type, CONFIG_MAPPING_NAMES, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise refuse("model_type", short(repr(model_type)) + hint, "a model_type that transformers has")
+    kind, allowed = CONFIG_MAPPING[model_type], "a decoder of text, such as llama"
+    if getattr(kind, "is_encoder_decoder", False):
+        raise refuse("model_type", f"{model_type!r}, an encoder and a decoder", allowed)
+    beside = [name for name in kind.sub_configs if name != "text_config"]
+    if beside:
+        raise refuse("model_type", f"{model_type!r}, which has a {beside[0]} beside text", allowed)
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise refuse("model_type", f"{model_type!r}, which is no causal language model", allowed)
+    return kind
+
+
+def _check_sizes(kind: Any, fields: Mapping[str, Any], refuse: Refuse) -> None:
+    """Sizes as they stand in the file, before a config class computes with them."""
+    known = {}
+    for name in (*SIZES, *OPTIONAL_SIZES):
+        own = kind.attribute_map.get(name, name)
+        stated = [each for each in (own, name) if each in fields]
+        if not stated:
+            if name in SIZES and hasattr(kind, own):
+                raise refuse(own, "nothing", COUNT)
+            continue
+        value = known[name] = fields[stated[0]]
+        if (name in OPTIONAL_SIZES and value is None) or isinstance(value, list):  # some have one for each block
+            continue
+        if type(value) is not int or value < 1:
+            raise refuse(stated[0], found_text(value), COUNT)
+    heads, shared = known.get("num_attention_heads"), known.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise refuse("num_key_value_heads", str(shared), f"a divisor of the {heads} attention heads")
