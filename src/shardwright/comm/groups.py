@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -10,12 +11,34 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright._errors import InputError
-from shardwright.mesh import nested_chunk
+from shardwright.mesh import coordinates, nested_chunk
+
+
+@dataclass(frozen=True)
+class _SubAxis:
+    """One of the two axes that ``Groups.unflatten`` makes of ``axes``.
+
+    ``runs`` ranks one after the other hold the same.
+    copies: the axis along which ranks hold the same; else the one along which they differ.
+    """
+
+    axes: tuple[str, ...]
+    runs: int
+    size: int
+    copies: bool
+
+    def places(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Where the rank at ``place`` of the mesh is (on this axis, on the other of the two)."""
+        index = 0
+        for axis in self.axes:
+            index = index * sizes[axis] + place[axis]
+        part, copy = divmod(index, self.runs)
+        return (copy, part) if self.copies else (part, copy)
 
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """The ranks that differ from this one only along ``axes``.
+    """The ranks that differ from this one only along ``axes``, or a part of them (``Groups.unflatten``).
 
     ranks: global ranks in mesh order; index: this rank's place among them. process_group is None for a group of one,
     which never communicates. backend: the *declared* one (gloo, nccl), by which algorithms are chosen. sizes: ranks
@@ -65,24 +88,68 @@ class Groups:
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._by_axes: dict[tuple[str, ...], AxisGroup] = {}
         self._tags: dict[tuple[int, ...], Iterator[int]] = {}
+        self._sub_axes: dict[str, _SubAxis] = {}
         for axis in self.sizes:
             self._by_ranks.setdefault(self._members((axis,)), mesh.get_group(axis))
         if dist.group.WORLD is not None:
             self._by_ranks.setdefault(tuple(range(dist.get_world_size())), dist.group.WORLD)
 
-    def _members(self, axes: Sequence[str]) -> tuple[int, ...]:
+    def unflatten(self, axes: Sequence[str], parts: int) -> tuple[str, str]:
+        """``axes`` as two, where each rank holds one of ``parts``: (name of the axis of parts, of that of copies).
+
+        The ranks, ``axes`` joined in mesh order, divide by the parts: so many one after the other hold the same. The
+        names may be used as those of axes. In a trace, collectives along them are told by ``axes``.
+        """
+        axes = tuple(axis for axis in self.sizes if axis in axes)
+        ranks, joined = math.prod(self.sizes[axis] for axis in axes), "_".join(axes)
+        if ranks % parts:
+            raise InputError(f"parts: found {parts}; allowed: a divisor of {'×'.join(axes)} = {ranks}")
+        runs, names = ranks // parts, (f"{joined}_parts_{parts}", f"{joined}_copies_{parts}")
+        self._sub_axes[names[0]] = _SubAxis(axes, runs, parts, copies=False)
+        self._sub_axes[names[1]] = _SubAxis(axes, runs, runs, copies=True)
+        return names
+
+    def base_axes(self, name: str) -> tuple[str, ...]:
+        """The axes of the mesh that the one of that name is made of: itself, or those that were unflattened."""
+        return self._sub_axes[name].axes if name in self._sub_axes else (name,)
+
+    def size_of(self, name: str) -> int:
+        """Ranks along one axis, of the mesh or made by ``unflatten``."""
+        return self._sub_axes[name].size if name in self._sub_axes else self.sizes[name]
+
+    def _ordered(self, names: Sequence[str]) -> tuple[str, ...]:
+        """In mesh order; one of ``unflatten`` stands where the last of its axes stands."""
+        places = list(self.sizes)
+        return tuple(sorted(set(names), key=lambda name: (places.index(self.base_axes(name)[-1]), name)))
+
+    def _members(self, names: Sequence[str]) -> tuple[int, ...]:
+        free = {axis for name in names for axis in self.base_axes(name)}
         positions = [0]
         for axis, size in self.sizes.items():
-            here = range(size) if axis in axes else (self.place[axis],)
+            here = range(size) if axis in free else (self.place[axis],)
             positions = [position * size + i for position in positions for i in here]
+        for sub in (self._sub_axes[name] for name in names if name in self._sub_axes):
+            _, other = sub.places(self.place, self.sizes)
+            positions = [p for p in positions if sub.places(coordinates(p, self.sizes), self.sizes)[1] == other]
         return tuple(self._ranks[position] for position in positions)
+
+    def arranged(self, dims: Sequence[Sequence[str]]) -> list[int]:
+        """All ranks in the order of a mesh of these dimensions, each some axes joined; every axis is in one of them."""
+        names = [name for axes in dims for name in axes]
+        placed: list[tuple[tuple[int, ...], int]] = []
+        for position, rank in enumerate(self._ranks):
+            place = coordinates(position, self.sizes)
+            sub = self._sub_axes
+            here = [sub[name].places(place, self.sizes)[0] if name in sub else place[name] for name in names]
+            placed.append((tuple(here), rank))
+        return [rank for _, rank in sorted(placed)]
 
     def along(self, axes: Sequence[str]) -> AxisGroup:
         """The group over ``axes`` (in any order; members come in mesh order). Raises InputError for an unknown axis."""
         for axis in axes:
-            if axis not in self.sizes:
+            if axis not in self.sizes and axis not in self._sub_axes:
                 raise InputError(f"layout: found axis {axis!r}; allowed: the mesh's axes ({', '.join(self.sizes)})")
-        key = tuple(axis for axis in self.sizes if axis in axes)
+        key = self._ordered(axes)
         group = self._by_axes.get(key)
         if group is None:
             ranks = self._members(key)
@@ -94,6 +161,7 @@ class Groups:
                     self._by_ranks[ranks] = process_group
             index = ranks.index(dist.get_rank())
             tags = self._tags.setdefault(ranks, count(1))
-            along = tuple(self.sizes[axis] for axis in key)
-            group = self._by_axes[key] = AxisGroup(key, ranks, index, self.backend, process_group, along, tags)
+            along = tuple(self.size_of(name) for name in key)
+            told = self._ordered([axis for name in key for axis in self.base_axes(name)])
+            group = self._by_axes[key] = AxisGroup(told, ranks, index, self.backend, process_group, along, tags)
         return group

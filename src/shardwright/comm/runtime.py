@@ -28,7 +28,7 @@ class Runtime:
         self.groups = Groups(mesh, backend)
         self.arena = Arena()
         self._mesh = weakref.ref(mesh)
-        self._storage_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._arrangements: dict[tuple[tuple[str, ...], ...], DeviceMesh] = {}
         self._buckets: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Bins] = {}
 
     @staticmethod
@@ -73,37 +73,67 @@ class Runtime:
             for bins in self.buckets:
                 bins.flush()
 
-    def storage_mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
+    def storage_mesh(self, axes: tuple[str, ...], base: DeviceMesh | None = None) -> DeviceMesh:
         """The mesh with ``axes`` (in mesh order) joined into its last one, over the same groups.
 
         So storage is split after everything else, and each rank's shard is rows of what it uses. Axis names are joined
-        by "_". Where ``axes`` is the mesh's last axis already, it is the mesh itself.
+        by "_". Where ``axes`` is the mesh's last axis already, it is the mesh itself. base: one of ``unflattened_mesh``
+        in place of the runtime's.
         """
+        names = names_of(base or self._root)
+        if axes == names[-1:]:
+            return base or self._root
+        others = tuple((name,) for name in names if name not in axes)
+        return self._arranged((*others, axes))
+
+    def unflattened_mesh(self, axes: tuple[str, ...], parts: int) -> tuple[DeviceMesh, str, str]:
+        """(The mesh with ``axes`` as two, the name of the axis of parts, that of copies), as ``Groups.unflatten``.
+
+        parts: more than one, and fewer than the ranks along ``axes``.
+        """
+        part, copy = self.groups.unflatten(axes, parts)
+        dims: list[tuple[str, ...]] = []
+        for name in self.sizes:
+            if name not in axes:
+                dims.append((name,))
+            elif name == self.groups.base_axes(part)[-1]:
+                dims += [(part,), (copy,)]
+        return self._arranged(tuple(dims)), part, copy
+
+    @property
+    def _root(self) -> DeviceMesh:
         mesh = self._mesh()
-        assert mesh is not None and mesh.mesh_dim_names is not None
-        if axes == mesh.mesh_dim_names[-1:]:
-            return mesh
-        if axes not in self._storage_meshes:
-            names = mesh.mesh_dim_names
-            others = [name for name in names if name not in axes]
-            joined = self.group(axes).process_group
-            groups = [mesh.get_group(name) for name in others]
-            groups.append(mesh.get_group(axes[0]) if joined is None else joined)
+        assert mesh is not None
+        return mesh
+
+    def _arranged(self, dims: tuple[tuple[str, ...], ...]) -> DeviceMesh:
+        """The mesh whose dimensions are these axes, each joined; over the groups that there are, as far as can be."""
+        if dims not in self._arrangements:
+            root, groups = self._root, [self.group(names) for names in dims]
+            known = [
+                root.get_group(names[0]) if group.process_group is None else group.process_group
+                for names, group in zip(dims, groups, strict=True)
+            ]
             with unset_fake_temporarily(), trace.quiet():
-                order = [names.index(name) for name in (*others, *axes)]
-                ranks = mesh.mesh.permute(order).reshape(*(self.sizes[name] for name in others), -1)
-                self._storage_meshes[axes] = DeviceMesh.from_group(
-                    groups if len(groups) > 1 else groups[0],
-                    mesh.device_type,
+                ranks = torch.tensor(self.groups.arranged(dims)).reshape([group.size for group in groups])
+                self._arrangements[dims] = DeviceMesh.from_group(
+                    known if len(known) > 1 else known[0],
+                    root.device_type,
                     mesh=ranks,
-                    mesh_dim_names=(*others, "_".join(axes)),
+                    mesh_dim_names=tuple("_".join(names) for names in dims),
                 )
-        return self._storage_meshes[axes]
+        return self._arrangements[dims]
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """Mesh axis → ranks along it, in mesh order."""
         return self.groups.sizes
+
+
+def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of its axes."""
+    assert mesh.mesh_dim_names is not None
+    return tuple(mesh.mesh_dim_names)
 
 
 _RUNTIMES: WeakIdKeyDictionary = WeakIdKeyDictionary()

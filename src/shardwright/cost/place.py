@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from shardwright.mesh import chunk, nested_chunk
@@ -60,6 +60,16 @@ class Group:
     def joined(self) -> Group:
         """The same ranks as one axis."""
         return Group(self.axes, (self.size,), self.index)
+
+    def copies(self, parts: int) -> Group:
+        """Those of its ranks, one after the other, that hold the same one of ``parts``."""
+        each = self.size // parts
+        return Group(self.axes, (each,), self.index % each)
+
+    def beside(self, other: Group, order: Iterable[str]) -> Group:
+        """The ranks along this group and ``other``, whose axes are others; order: the mesh's."""
+        axes = tuple(axis for axis in order if axis in self.axes + other.axes)
+        return Group(axes, (*self.sizes, *other.sizes), self.index * other.size + other.index)
 
     def part(self, rows: int, ahead: int = 0) -> int:
         """The rows, of ``rows``, of this rank or of the one that many places ahead."""

@@ -18,23 +18,17 @@ from shardwright.site import Linear, Site
 
 @dataclass(frozen=True)
 class Out:
-    """One linear: N'_i as the product reads and as W_i is held; bytes of a row of Y_i, and of dW and db as held and as
-    the product makes them; what is trained.
+    """One linear: N'_i; bytes of a row of Y_i, and of dW and db; what is trained.
 
-    whole_dw, whole_db: bytes over the whole mesh. window: the product reads some rows of what is held only (shared
-    heads). over_w, over_b: where dW and db are all-reduced.
+    whole_dw, whole_db: bytes over the whole mesh. over_w, over_b: where dW and db are all-reduced.
     """
 
     n: int
-    held: int
     row: int
     dw: int
     db: int
-    used_dw: int
-    used_db: int
     whole_dw: int
     whole_db: int
-    window: bool
     trains_w: bool
     trains_b: bool
     over_w: Group
@@ -78,25 +72,21 @@ class Sizes:
         rest = tuple(axis for axis in layout.m if axis not in split)
         outs = []
         for i, linear in enumerate(site.linears):
-            n, held, over_n = _features(linear, layout.n, here)
-            used_b, held_b, _ = _features(linear, layout.output_feature_axes, here)
+            n, alike = _features(linear, layout.n, here)
+            width_b, _ = _features(linear, layout.output_feature_axes, here)
             has_bias = bias if isinstance(bias, bool) else bias[i]
             outs.append(
                 Out(
                     n=n,
-                    held=held,
                     row=n * element,
-                    dw=held * width,
-                    db=held_b * element,
-                    used_dw=n * width,
-                    used_db=used_b * element,
+                    dw=n * width,
+                    db=width_b * element,
                     whole_dw=linear.n * site.k * element,
                     whole_db=linear.n * element,
-                    window=bool(over_n),
                     trains_w=not {"w", f"w{i}"} & set(frozen),
                     trains_b=has_bias and not {"b", f"b{i}"} & set(frozen),
-                    over_w=here.group(rest + over_n),
-                    over_b=here.group(over_b + over_n),
+                    over_w=here.group(rest).beside(alike, here.sizes),
+                    over_b=here.group(over_b).beside(alike, here.sizes),
                 )
             )
         return cls(
@@ -146,7 +136,7 @@ class Sizes:
 
     def stored_w(self, out: Out) -> int:
         """B_i, also of dW_i."""
-        return self.over_storage.part(out.held) * self.x_row
+        return self.over_storage.part(out.n) * self.x_row
 
     @property
     def gather_w(self) -> Moves:
@@ -353,14 +343,13 @@ class Sizes:
         return own + self.scatter_scratch(own, whole, group)
 
 
-def _features(linear: Linear, axes: tuple[str, ...], here: Here) -> tuple[int, int, tuple[str, ...]]:
-    """Of one linear whose N is split by ``axes``: N' that the product reads, N' that is held, and where dW is partial.
+def _features(linear: Linear, axes: tuple[str, ...], here: Here) -> tuple[int, Group]:
+    """Of one linear whose N is split by ``axes``: N' that the rank holds, and the ranks that hold the same.
 
-    Units that are fewer than the ranks (key/value heads) are held whole by all, and each rank reads one of them.
+    Units that are fewer than the ranks (key/value heads): each rank holds one of them, as its neighbours do.
     """
     split = here.group(axes)
     if linear.sharable and split.size > 1 and linear.units % split.size:
-        return linear.unit, linear.n, axes
+        return linear.unit, split.copies(linear.units)
     groups = linear.groups if split.size > 1 else 1
-    n = groups * here.cut(linear.n // groups, axes)
-    return n, n, ()
+    return groups * here.cut(linear.n // groups, axes), Group((), (), 0)

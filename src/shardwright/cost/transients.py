@@ -106,8 +106,8 @@ def transient_backward(p: Sizes, storing: Storing) -> int:
 class _WeightGradients:
     """Of dW and db, what counts as transient: while they are summed up, when all are, and while they go to the store.
 
-    What a product of shared heads makes is laid into the shard. dW whose storage is split is whole until it is reduced.
-    One linear's at a time where nothing is cut, else all linears' until the last piece is done (linear/pieces.py).
+    dW whose storage is split is whole until it is reduced: one linear's at a time where nothing is cut, else all
+    linears' until the last piece is done (linear/pieces.py).
     """
 
     summing: int
@@ -117,11 +117,8 @@ class _WeightGradients:
     @classmethod
     def of(cls, p: Sizes) -> _WeightGradients:
         """Those of the site."""
-        used = [(out.used_dw * out.trains_w + out.used_db * out.trains_b) if out.window else 0 for out in p.outs]
-        whole = [out.dw if out in p.stored_apart else 0 for out in p.outs]
-        each = [a if out.window else b for out, a, b in zip(p.outs, used, whole, strict=True)]
+        each = [out.dw if out in p.stored_apart else 0 for out in p.outs]
         cut = not p.blocking or bool(p.layout.chunks)
-        giving = [sum(whole[: i + 1]) + used[i] + (sum(each[i + 1 :]) if cut else 0) for i in range(len(p.outs))]
-        shares = [out.used_db for out in p.outs if out.trains_b and not p.outer]
+        shares = [out.db for out in p.outs if out.trains_b and not p.outer]
         share = max(shares, default=0) if p.pieces > 1 else 0
-        return cls(sum(each) + share, sum(each), max(giving)) if cut else cls(0, 0, max(giving))
+        return cls(sum(each) + share, sum(each), sum(each)) if cut else cls(0, 0, sum(each))

@@ -159,29 +159,34 @@ def _store(
 
     Gradients of W are partial over m; those of b too, and over the k axes that scatter the rows to which b is added. W
     is stored over its m axes as the layout's ``w`` says; b whole, since it is small: one reduction, no gather.
-    Units that several ranks share (key/value heads) are held whole by all; each reads the ones it needs, and their
-    gradients are partial over the n axes too.
+    Units that several ranks share (key/value heads, fewer than the ranks) are stored by each rank that reads them, and
+    their gradients are partial over those copies too.
     """
     layout, runtime, mesh = product.layout, product.runtime, store.mesh
     split = runtime.group(layout.n)
-    shared = fact.sharable and split.size > 1 and fact.units % split.size != 0
-    window, over_n = None, tuple[str, ...]()
-    held = layout
-    if shared:
-        first = split.index * fact.units // split.size * fact.unit
-        window, over_n = (first, first + fact.unit), layout.n
-        held = GridLayout(m=layout.m, k=layout.k)
+    held, copies = layout, tuple[str, ...]()
+    if fact.sharable and split.size > 1 and fact.units % split.size != 0:
+        if split.size % fact.units or layout.output_feature_axes != layout.n:
+            raise InputError(
+                f"{fact.name}: found {fact.units} units (heads) over {split.size} ranks; allowed: a multiple of the "
+                "ranks, or, with y: sharded or replicated, a divisor of them"
+            )
+        if fact.units == 1:
+            held, copies = GridLayout(m=layout.m, k=layout.k), layout.n
+        else:
+            mesh, parts, copy = runtime.unflattened_mesh(layout.n, fact.units)
+            held, copies = GridLayout(m=layout.m, n=(parts,), k=layout.k), (copy,)
     groups = fact.groups if split.size > 1 else 1
     found: list[StoredParameter | None] = []
     for name, placements, partial in (
-        ("weight", weight_placements(held, mesh, transposed, groups), layout.m + over_n),
-        ("bias", bias_placements(held, mesh, groups), (layout.output_token_axes if layout.k else layout.m) + over_n),
+        ("weight", weight_placements(held, mesh, transposed, groups), layout.m + copies),
+        ("bias", bias_placements(held, mesh, groups), (layout.output_token_axes if layout.k else layout.m) + copies),
     ):
         if getattr(linear, name) is None:
             grid.register_parameter(name, None)
             found.append(None)
             continue
-        stored, _ = store.place(source, linear, name, f"{fact.name}.{name}", placements, partial, product.name, window)
+        stored, _ = store.place(source, linear, name, f"{fact.name}.{name}", placements, partial, product.name, mesh)
         grid.register_parameter(name, stored.parameter)
         found.append(stored)
     weight, bias = found

@@ -239,7 +239,7 @@ class SiteProduct:
     @property
     def width(self) -> int:
         """K'."""
-        return self.weights[0].used_shape[0 if self.transposed else 1]
+        return self.weights[0].whole_shape[0 if self.transposed else 1]
 
     def __call__(self, key: object, x: torch.Tensor, rows: int, index: int) -> torch.Tensor:
         """Y_index of x [R,K''] (or of what ``before`` converts to it), T = ``rows``.
@@ -292,7 +292,7 @@ class SiteProduct:
     @property
     def widths(self) -> list[int]:
         """N'_i of every linear."""
-        return [stored.used_shape[1 if self.transposed else 0] for stored in self.weights]
+        return [stored.whole_shape[1 if self.transposed else 0] for stored in self.weights]
 
     def weight_gradients(self) -> WeightGradients | None:
         """Where the gradients of the weights and inner biases go; None where none is wanted."""

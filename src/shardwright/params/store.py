@@ -11,6 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwright._errors import InputError
 from shardwright.comm import Runtime
+from shardwright.comm.runtime import names_of
 from shardwright.mesh import chunk
 from shardwright.params.initial import Source
 from shardwright.params.placement import Cut, cut_of, make_parameter
@@ -64,21 +65,23 @@ class ParameterStore:
         placements: Sequence[Placement],
         partial: tuple[str, ...],
         owner: str,
-        window: tuple[int, int] | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> tuple[StoredParameter, Cut]:
         """(the stored form of ``module.name``, the part of it that this rank uses).
 
         placements: of the used tensor, on every axis of the mesh. partial: the axes over which its gradient is partial.
+        mesh: by default the store's; one of ``Runtime.unflattened_mesh`` where ranks share what they hold.
         """
         dense: Any = getattr(module, name)
-        used = cut_of(dense.shape, self.mesh, placements)
+        base = mesh or self.mesh
+        used = cut_of(dense.shape, base, placements)
         unit = self.unit(qualified)
         sharding = unit.sharding if dense.shape else Sharding()  # a scalar has no rows
-        mesh, placed, storage = storage_of(sharding, self.runtime, self.mesh, placements, partial)
-        local = source(module, name, cut_of(dense.shape, mesh, placed))
-        parameter = make_parameter(local, dense.shape, mesh, placed, dense.requires_grad)
+        stored_on, placed, storage = storage_of(sharding, self.runtime, base, placements, partial)
+        local = source(module, name, cut_of(dense.shape, stored_on, placed))
+        parameter = make_parameter(local, dense.shape, stored_on, placed, dense.requires_grad)
         rows = used.local_shape[0] if storage else None
-        return StoredParameter(parameter, self.runtime, partial, owner, window, unit, storage, rows), used
+        return StoredParameter(parameter, self.runtime, partial, owner, unit, storage, rows), used
 
     def take_over(self, stored: StoredParameter, qualified: str) -> None:
         """Stores a parameter that is stored whole so far as its unit here says; ``stored.parameter`` is another then.
@@ -89,7 +92,7 @@ class ParameterStore:
         if stored.gather_group.size > 1:
             raise InputError(f"{qualified}: found storage that is split already; allowed: one that is whole")
         unit = self.unit(qualified)
-        placed = storage_of(unit.sharding, self.runtime, self.mesh, old.placements, stored.partial_axes)
+        placed = storage_of(unit.sharding, self.runtime, old.device_mesh, old.placements, stored.partial_axes)
         mesh, placements, storage = placed
         local = stored.local
         rows = local.shape[0] if storage else None
@@ -109,8 +112,8 @@ def storage_of(
     Storage is split over those of the unit's axes over which the gradient is partial, so that reducing a gradient is
     always one reduce-scatter; on the others (axes that split W itself, or repeat the work) it is as used.
     """
-    by_axis = dict(zip(runtime.sizes, placements, strict=True))
-    wanted = tuple(axis for axis in runtime.sizes if sharding.split and axis in sharding.axes)
+    by_axis = dict(zip(names_of(mesh), placements, strict=True))
+    wanted = tuple(axis for axis in by_axis if sharding.split and axis in sharding.axes)
     storage = tuple(axis for axis in wanted if axis in partial)
     if runtime.group(wanted).size == 1:
         return mesh, list(placements), ()
@@ -118,6 +121,6 @@ def storage_of(
     if not storage and any(not isinstance(by_axis[axis], Replicate) for axis in wanted):
         return mesh, list(placements), ()
     last: Placement = Shard(0) if storage else Replicate()
-    others = [by_axis[axis] for axis in runtime.sizes if axis not in joined]
-    target = runtime.storage_mesh(joined)
+    others = [by_axis[axis] for axis in by_axis if axis not in joined]
+    target = runtime.storage_mesh(joined, mesh)
     return target, [*others, last], storage if runtime.group(storage).size > 1 else ()

@@ -24,9 +24,8 @@ class StoredParameter:
     """A parameter as its unit stores it.
 
     parameter: a DTensor parameter. partial_axes: the axes over which a fresh gradient is partial. name: for the trace.
-    window: the rows [start, stop) of the used tensor that this rank's products read, where not all of them (heads of
-    keys and values that several ranks share); gradients of the others are zero here. unit: by default one of its own
-    that is stored whole. storage: the axes, all partial, over which dimension 0 of the used tensor [rows, …] is split.
+    unit: by default one of its own that is stored whole. storage: the axes, all partial, over which dimension 0 of the
+    used tensor [rows, …] is split.
 
     dtype: the element type in which products read W. gathers: whether they read another tensor than the stored one.
     whole_bytes: of the whole parameter over the mesh: the same on every rank, so that what travels may depend on it.
@@ -38,7 +37,6 @@ class StoredParameter:
         runtime: Runtime,
         partial_axes: tuple[str, ...],
         name: str,
-        window: tuple[int, int] | None = None,
         unit: Unit | None = None,
         storage: tuple[str, ...] = (),
         rows: int | None = None,
@@ -46,7 +44,6 @@ class StoredParameter:
         self.runtime = runtime
         self.partial_axes = partial_axes
         self.name = name
-        self.window = window
         self.store_as(parameter, unit or Schedule().new_unit(name, Sharding()), storage, rows)
 
     def store_as(
@@ -77,7 +74,7 @@ class StoredParameter:
 
     @property
     def whole_shape(self) -> torch.Size:
-        """The shape of the gathered W."""
+        """The shape of the gathered W, which is what ``lease`` returns."""
         shape = self.local.shape
         return shape if self._rows is None else torch.Size((self._rows, *shape[1:]))
 
@@ -88,12 +85,6 @@ class StoredParameter:
         if self._rows is not None:
             placements[-1] = Replicate()  # the axis of its storage
         return cut_of(self.parameter.shape, mesh, placements, [0] * mesh.ndim).local_shape
-
-    @property
-    def used_shape(self) -> torch.Size:
-        """The shape of what ``lease`` returns."""
-        shape = self.whole_shape
-        return shape if self.window is None else torch.Size((self.window[1] - self.window[0], *shape[1:]))
 
     @property
     def trains(self) -> bool:
@@ -110,10 +101,8 @@ class StoredParameter:
         if self.gathers:
             self.unit.schedule.ask(self.unit, again=self in self.unit.vacated)
             assert self._whole is not None
-            whole = self._whole
-        else:
-            whole = self.local
-        return whole if self.window is None else whole[self.window[0] : self.window[1]]
+            return self._whole
+        return self.local
 
     def part(self) -> torch.Tensor:
         """The stored shard in the element type of the gathered W."""
@@ -156,10 +145,6 @@ class StoredParameter:
 
         owned: nobody else holds its memory, which may be written to.
         """
-        if self.window is not None:
-            whole = gradient.new_zeros(self.whole_shape)
-            whole[self.window[0] : self.window[1]] = gradient
-            gradient, owned = whole, True
         schedule = self.unit.schedule
         schedule.begin_backward(torch._C._current_graph_task_id())
         schedule.advance(self)

@@ -7,6 +7,7 @@ activations are cut unevenly, pieces arrive in another order on every rank, so t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,7 +20,7 @@ from shardwright.layout import GridLayout
 from shardwright.mesh import coordinates
 from shardwright.models import family_of, has_rule
 from shardwright.models.decoder import head_size
-from shardwright.site import Site
+from shardwright.site import Linear, Site
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,7 @@ def _pieces(config: Any, plan: Plan) -> Iterator[_Piece]:
     for (layout, _, _), site in alike.items():
         yield from _activations(site, layout, plan)
         cuts.add((site.k, layout.k, 1))
-        cuts |= {(linear.n // linear.groups, layout.n, linear.groups) for linear in site.linears}
-        cuts |= {(linear.n, (), 1) for linear in site.linears if linear.sharable}
+        cuts |= {_features(linear, layout, plan) for linear in site.linears}
         partial = (layout.m, layout.m + layout.n, layout.output_token_axes, layout.n + layout.output_token_axes)
         axes = stored | {layout.axes_where("w", "sharded")}
         over |= {tuple(axis for axis in each if axis in split) for each in axes for split in partial}
@@ -144,6 +144,13 @@ def _activations(site: Site, layout: GridLayout, plan: Plan) -> Iterator[_Piece]
 
 Dimension = tuple[int, tuple[str, ...], int]
 """(length, axes that cut it, how many such lengths lie one after the other) of a parameter."""
+
+
+def _features(linear: Linear, layout: GridLayout, plan: Plan) -> Dimension:
+    """The rows of W: units that are fewer than the ranks (key/value heads) are held one by each."""
+    if linear.sharable and linear.units % math.prod(plan.mesh[axis] for axis in layout.n):
+        return linear.unit, (), 1
+    return linear.n // linear.groups, layout.n, linear.groups
 
 
 def _stored(cuts: set[Dimension], over: set[tuple[str, ...]]) -> Iterator[_Piece]:
