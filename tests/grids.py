@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import dense
 import fuzz
@@ -51,10 +52,11 @@ def run(
     siblings: int = 1,
     ndim: int = 2,
     poison: bool = False,
+    mesh_of: Callable[..., DeviceMesh] = dense.mesh_of,
 ) -> tuple[float, list[torch.Tensor], sw.Trace]:
     """(the largest error on this rank, this rank's results, the trace) of one forward and backward of M, K, N."""
     t, k, n = sizes
-    mesh = dense.mesh_of(**axes)
+    mesh = mesh_of(**axes)
     references = [torch.nn.Linear(k, n, bias=bias, dtype=torch.float64) for _ in range(siblings)]
     for seed, reference in enumerate(references):
         for parameter in reference.parameters():

@@ -182,8 +182,8 @@ def worst(model, reference):
     return errors
 
 
-def mesh_and_levels(axes):
-    mesh = dense.mesh_of(**axes)
+def mesh_and_levels(axes, mesh_of=dense.mesh_of):
+    mesh = mesh_of(**axes)
     if "replica" not in axes:
         return mesh, LEVELS
     hybrid = {
@@ -209,9 +209,9 @@ def counting_units():
         unit.Unit.start = start
 
 
-def gradients_match(axes, names, levels, poison=False):
+def gradients_match(axes, names, levels, poison=False, mesh_of=dense.mesh_of):
     """{(case, level): {parameter: error}} of those above 1e-12; two backwards each, for the second one prefetches."""
-    mesh, words = mesh_and_levels(axes)
+    mesh, words = mesh_and_levels(axes, mesh_of)
     world, rank = dist.get_world_size(), dist.get_rank()
     arena = sw.Runtime.of(mesh).arena
     arena.poison = poison

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from shardwright import trace
 from shardwright._errors import InputError
 from shardwright.comm.arena import Arena
 from shardwright.comm.collectives import Reducing
-from shardwright.comm.exchange import log, receive, send
+from shardwright.comm.exchange import log, receive, scatter_from, send
 from shardwright.comm.groups import AxisGroup
 from shardwright.mesh import chunk
 
@@ -200,8 +200,7 @@ class _OnNccl:
         log("reduce_scatter", group, full.buffer.nbytes, full.buffer[0].nbytes, MODULE, "async")
         self._bin, self._group, self._arena = full, group, arena
         self._own = full.buffer[group.index]
-        work = dist.reduce_scatter_tensor(self._own, full.buffer.view(-1), group=group.process_group, async_op=True)
-        self._work = cast(dist.Work, work)
+        self._work = scatter_from(self._own, full.buffer.view(-1), group)
 
     def advance(self) -> None:
         """Nothing to do: the library's collective runs by itself."""

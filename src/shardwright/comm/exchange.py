@@ -53,6 +53,18 @@ def receive(tensor: torch.Tensor, peer: int, group: AxisGroup, tag: int) -> dist
     return cast(dist.Work, dist.irecv(tensor, group.ranks[peer], group=group.process_group, tag=tag))
 
 
+def gather_into(whole: torch.Tensor, part: torch.Tensor, group: AxisGroup) -> dist.Work:
+    """Starts the library's gather of equal parts."""
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+    return cast(dist.Work, gather(whole, part, group=group.process_group, async_op=True))
+
+
+def scatter_from(part: torch.Tensor, whole: torch.Tensor, group: AxisGroup) -> dist.Work:
+    """Starts the library's reduce-scatter into equal parts."""
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name from torch 2.13 on
+    return cast(dist.Work, scatter(part, whole, group=group.process_group, async_op=True))
+
+
 def pass_along(outgoing: torch.Tensor | None, incoming: torch.Tensor | None, group: AxisGroup) -> list[dist.Work]:
     """Starts sending to the next rank of the ring and receiving from the one before; None or empty is nothing.
 
@@ -104,9 +116,9 @@ class Gathering:
         if group.backend == "nccl":
             if self._rows % group.size:
                 work = dist.all_gather(places(whole, group), self._part, group=group.process_group, async_op=True)
+                self._all = cast(dist.Work, work)
             else:
-                work = dist.all_gather_into_tensor(whole, self._part, group=group.process_group, async_op=True)
-            self._all = cast(dist.Work, work)
+                self._all = gather_into(whole, self._part, group)
             return
         by_rank = places(whole, group)
         tag = next(group.tags)
@@ -221,9 +233,8 @@ class Scattering:
         whole = self._whole.to(self._total.dtype)
         if whole.shape[0] % group.size:
             work = dist.reduce_scatter(self._total, places(whole, group), group=group.process_group, async_op=True)
-        else:
-            work = dist.reduce_scatter_tensor(self._total, whole, group=group.process_group, async_op=True)
-        return cast(dist.Work, work)
+            return cast(dist.Work, work)
+        return scatter_from(self._total, whole, group)
 
     @property
     def more(self) -> bool:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from inspect import signature
 from itertools import count
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright._errors import InputError
+from shardwright.comm.library import few, stated_timeout, timeout_of
 from shardwright.mesh import coordinates, nested_chunk
 
 
@@ -43,7 +47,8 @@ class AxisGroup:
     ranks: global ranks in mesh order; index: this rank's place among them. process_group is None for a group of one,
     which never communicates. backend: the *declared* one (gloo, nccl), by which algorithms are chosen. sizes: ranks
     along each axis; what the group shares is cut by axis after axis, as DTensor cuts it. tags: numbers of the exchanges
-    under way, so that the messages of one are never taken for those of another.
+    under way, so that the messages of one are never taken for those of another. timeout: how long a wait may take, as
+    it was stated; None leaves it to the library.
     """
 
     axes: tuple[str, ...]
@@ -53,6 +58,7 @@ class AxisGroup:
     process_group: dist.ProcessGroup | None
     sizes: tuple[int, ...]
     tags: Iterator[int] = field(default_factory=lambda: count(1), compare=False, repr=False)
+    timeout: timedelta | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
@@ -89,10 +95,19 @@ class Groups:
         self._by_axes: dict[tuple[str, ...], AxisGroup] = {}
         self._tags: dict[tuple[int, ...], Iterator[int]] = {}
         self._sub_axes: dict[str, _SubAxis] = {}
+        self._library = dist.get_backend(mesh.get_group(0))
+        self.timeout = stated_timeout(mesh.get_group(0), mesh.device_type)
         for axis in self.sizes:
-            self._by_ranks.setdefault(self._members((axis,)), mesh.get_group(axis))
-        if dist.group.WORLD is not None:
-            self._by_ranks.setdefault(tuple(range(dist.get_world_size())), dist.group.WORLD)
+            ranks = self._members((axis,))
+            if dist.get_process_group_ranks(mesh.get_group(axis)) != list(ranks):  # torch sorts the ranks of its groups
+                raise InputError(f"mesh: found ranks {few(ranks)} along {axis!r}; allowed: ascending along each axis")
+            self._by_ranks.setdefault(ranks, mesh.get_group(axis))
+            own = timeout_of(mesh.get_group(axis), mesh.device_type)
+            if self.timeout is not None and own not in (None, self.timeout):
+                dist.distributed_c10d._set_pg_timeout(self.timeout, mesh.get_group(axis))
+        world = dist.group.WORLD
+        if world is not None and dist.get_backend(world) == self._library:
+            self._by_ranks.setdefault(tuple(range(dist.get_world_size())), world)
 
     def unflatten(self, axes: Sequence[str], parts: int) -> tuple[str, str]:
         """``axes`` as two, where each rank holds one of ``parts``: (name of the axis of parts, of that of copies).
@@ -157,11 +172,21 @@ class Groups:
             if len(ranks) > 1:
                 process_group = self._by_ranks.get(ranks)
                 if process_group is None:
-                    process_group = dist.new_group(list(ranks), use_local_synchronization=True)
-                    self._by_ranks[ranks] = process_group
+                    process_group = self._by_ranks[ranks] = self._new(ranks)
             index = ranks.index(dist.get_rank())
             tags = self._tags.setdefault(ranks, count(1))
             along = tuple(self.size_of(name) for name in key)
             told = self._ordered([axis for name in key for axis in self.base_axes(name)])
-            group = self._by_axes[key] = AxisGroup(told, ranks, index, self.backend, process_group, along, tags)
+            group = self._by_axes[key] = AxisGroup(
+                told, ranks, index, self.backend, process_group, along, tags, self.timeout
+            )
         return group
+
+    def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """A group of the mesh's own library whose members are numbered as they come in the mesh."""
+        options: dict[str, Any] = {"backend": self._library, "timeout": self.timeout}
+        if list(ranks) != sorted(ranks):
+            if "sort_ranks" not in signature(dist.new_group).parameters:
+                raise InputError(f"mesh: found ranks {few(ranks)}; allowed on this torch: ascending ranks")
+            options["sort_ranks"] = False
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True, **options))

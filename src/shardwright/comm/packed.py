@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
-import torch.distributed as dist
 
 from shardwright import trace
 from shardwright.comm.arena import Arena
 from shardwright.comm.collectives import Reducing
-from shardwright.comm.exchange import places, receive, send
+from shardwright.comm.exchange import gather_into, places, receive, send
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.together import Logged
 
@@ -87,8 +85,7 @@ class GatheringPacked:
         mine = lanes[group.index]
         rooms = [room[: part.numel()] for room, part in zip(mine.split(firsts), parts, strict=True)]
         torch._foreach_copy_(rooms, [part.reshape(-1) for part in parts])
-        work = dist.all_gather_into_tensor(self._buffer, mine, group=group.process_group, async_op=True)
-        self._works = [cast(dist.Work, work)]
+        self._works = [gather_into(self._buffer, mine, group)]
 
     def _parts(self, rank: int) -> list[torch.Tensor]:
         return list(self._lanes[rank].split(self._sizes[rank]))

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
@@ -16,16 +15,14 @@ from shardwright._errors import InputError
 from shardwright.comm.arena import Arena
 from shardwright.comm.bins import Bins
 from shardwright.comm.groups import AxisGroup, Groups
+from shardwright.comm.library import declared_backend
 
 
 class Runtime:
     """What the layers of one mesh share."""
 
     def __init__(self, mesh: DeviceMesh, backend: str | None = None):
-        if backend is None:
-            backend = dist.get_backend(mesh.get_group(0))
-            backend = "gloo" if backend == "fake" else backend
-        self.groups = Groups(mesh, backend)
+        self.groups = Groups(mesh, backend or declared_backend(mesh))
         self.arena = Arena()
         self._mesh = weakref.ref(mesh)
         self._arrangements: dict[tuple[tuple[str, ...], ...], DeviceMesh] = {}

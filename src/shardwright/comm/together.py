@@ -60,11 +60,15 @@ class _Together:
             with trace.unlogged():
                 yield
             return
-        with (
-            trace.unlogged(),
-            _coalescing_manager(group=process_group, async_ops=True) as launch,
-        ):
-            yield
+        try:
+            with (
+                trace.unlogged(),
+                _coalescing_manager(group=process_group, async_ops=True) as launch,
+            ):
+                yield
+        except BaseException:  # else the group would only collect whatever is issued over it from now on
+            dist.distributed_c10d._world.pg_coalesce_state.pop(cast(dist.ProcessGroup, process_group), None)
+            raise
         self._launch = cast(dist.Work, launch)
 
     def finish(self) -> None:

@@ -1,0 +1,1 @@
+"""What stands in for something that this machine has not."""
