@@ -315,16 +315,15 @@ def expected_memory(level, ranks, iteration, point, units=3, unit=4 * 8 * 8, row
     stepped = iteration > 1 or point in ("after step", "done")
     between = point in ("after forward", "after loss")
     resident = whole if level in ("optimizer", "gradients") and begun else 0
-    # The last unit, or all, stays for backward; what the graph holds of it (all but the first: dX is not wanted there)
-    # is in the ledger as saved.
-    saved, gathered = {"parameters": (unit, 0), "kept": (whole - unit, unit)}.get(level, (0, 0))
+    # The last unit, or all, stays for backward; the graph holds none of it.
+    gathered = {"parameters": unit, "kept": whole}.get(level, 0)
     return {
         "parameter": stored + resident,
         "buffer": 0,
         "input": row if begun else 0,
         "gradient": stored if point in ("after backward", "after step") else 0,
         "optimizer": 2 * stored + 4 * units if stepped else 0,  # two moments, and one count of steps a parameter
-        "saved": (units - 1) * row + saved if between else 0,  # the inputs of all linears but the first
+        "saved": (units - 1) * row if between else 0,  # the inputs of all linears but the first
         "gathered": gathered if between else 0,
         "unreduced": 0,
         "bucket": 0,

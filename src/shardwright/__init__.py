@@ -24,6 +24,8 @@ _HOMES = {
     "rehearse": "shardwright._rehearse",
     "shard": "shardwright.params.lending",
     "no_sync": "shardwright.params.lending",
+    "discard_accumulated": "shardwright.params.lending",
+    "DivergenceError": "shardwright.comm.agreement",
     "clip_grad_norm_": "shardwright.params.clipping",
     "grad_norm": "shardwright.params.clipping",
     "TrainStep": "shardwright.step",

@@ -52,6 +52,7 @@ class FusedAdamW(torch.optim.AdamW):
             held = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not held:
                 continue
+            _check_summed(held)
             states = [self._state_of(parameter) for parameter in held]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
@@ -83,6 +84,15 @@ class FusedAdamW(torch.optim.AdamW):
                     moment = wrap(moment, parameter.shape, parameter.device_mesh, parameter.placements)
                 state[name] = moment
         return state
+
+
+def _check_summed(parameters: Iterable[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+            raise RuntimeError(
+                "step: found gradients that are accumulated unreduced; allowed: a step after a backward outside no_sync"
+            )
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:

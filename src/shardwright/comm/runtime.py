@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -12,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright import trace
 from shardwright._errors import InputError
+from shardwright.comm.agreement import Agreement
 from shardwright.comm.arena import Arena
 from shardwright.comm.bins import Bins
 from shardwright.comm.groups import AxisGroup, Groups
@@ -27,6 +29,8 @@ class Runtime:
         self._mesh = weakref.ref(mesh)
         self._arrangements: dict[tuple[tuple[str, ...], ...], DeviceMesh] = {}
         self._buckets: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Bins] = {}
+        self._agreements: dict[tuple[int, ...], Agreement] = {}
+        self.left_gathered: weakref.ref[Any] | None = None  # whose forward ended last, with W gathered
 
     @staticmethod
     def of(mesh: DeviceMesh, backend: str | None = None) -> Runtime:
@@ -48,6 +52,16 @@ class Runtime:
     def group(self, axes: Sequence[str]) -> AxisGroup:
         """The group over ``axes``; no axes is a group of one."""
         return self.groups.along(axes)
+
+    def agreement(self, group: AxisGroup) -> Agreement:
+        """How the group's ranks tell each other what they are about to do: one for all groups of equal members.
+
+        Made on first use, by every member.
+        """
+        key = tuple(sorted(group.ranks))
+        if key not in self._agreements:
+            self._agreements[key] = Agreement(group)
+        return self._agreements[key]
 
     def bucket(self, group: AxisGroup, dtype: torch.dtype, device: torch.device) -> Bins:
         """Where small gradients that travel as ``dtype`` between the group's ranks wait for each other.

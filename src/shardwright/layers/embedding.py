@@ -29,7 +29,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        parameter: Any,
+        anchor: Any,
         stored: StoredParameter,
         use: Use | None,
         ids: torch.Tensor,
@@ -112,7 +112,9 @@ class VocabParallelEmbedding(nn.Module):
         check_classes("input_ids", ids, self.weight.shape[0])
         product, start, stop = self.product, *self.sequences.bounds(ids.numel())
         mine = ids if self.sequences.size == 1 else ids.reshape(-1)[start:stop]
-        y = _Lookup.apply(self.weight, self.stored, self.stored.use(), mine, self.first_row, product, self.padding_idx)
+        y = _Lookup.apply(
+            self.stored.anchor, self.stored, self.stored.use(), mine, self.first_row, product, self.padding_idx
+        )
         y = reduce_output(y, product.reduction)
         if self.scale is not None:
             y = y * self.scale
@@ -122,7 +124,7 @@ class VocabParallelEmbedding(nn.Module):
 class _PositionLookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, parameter: Any, stored: StoredParameter, use: Use | None, positions: torch.Tensor
+        ctx: Any, anchor: Any, stored: StoredParameter, use: Use | None, positions: torch.Tensor
     ) -> torch.Tensor:
         table = stored.lease()
         ctx.stored, ctx.use, ctx.rows = stored, use, table.shape[0]
@@ -159,5 +161,5 @@ class PositionEmbedding(nn.Module):
         batch, sequence = self.shape.batch, self.shape.sequence
         start, stop = self.split.bounds(batch * sequence)
         positions = position_ids.expand(batch, sequence).reshape(-1)[start:stop]
-        tokens = _PositionLookup.apply(self.weight, self.stored, self.stored.use(), positions)
+        tokens = _PositionLookup.apply(self.stored.anchor, self.stored, self.stored.use(), positions)
         return Carrier(tokens.unsqueeze(0), batch, sequence)

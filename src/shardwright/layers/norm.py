@@ -213,7 +213,7 @@ class GridRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] → w · x / sqrt(mean x² + ε), in x's dtype."""
         y: torch.Tensor = _Normalise.apply(
-            x, self.weight, self.stored, self.stored.use(x.requires_grad), self.eps, self.from_one, self.features
+            x, self.stored.anchor, self.stored, self.stored.use(x.requires_grad), self.eps, self.from_one, self.features
         )
         return y
 
@@ -242,11 +242,12 @@ class GridLayerNorm(nn.Module):
         """x [.., h] → w · (x − mean) / sqrt(var + ε) + b, in x's dtype."""
         weight, bias = self.stored
         uses = (weight.use(x.requires_grad), bias.use(x.requires_grad) if bias is not None else None)
+        anchors = weight.anchor, bias.anchor if bias is not None else None
         if self.features.group.size > 1:
-            inputs = (x, self.weight, self.bias, self.stored, uses, self.eps, self.features)
+            inputs = (x, *anchors, self.stored, uses, self.eps, self.features)
             split: torch.Tensor = _SplitLayerNormalise.apply(*inputs)
             return split
-        y: torch.Tensor = _LayerNormalise.apply(x.contiguous(), self.weight, self.bias, self.stored, uses, self.eps)
+        y: torch.Tensor = _LayerNormalise.apply(x.contiguous(), *anchors, self.stored, uses, self.eps)
         return y
 
 

@@ -29,16 +29,14 @@ _MODES: dict[str, Any] = {"blocking": blocking, "async": asynchronous, "ring": r
 
 
 class _SiteNode(torch.autograd.Function):
-    """The parameters come in only to join the graph: their gradients go to the store, not to the engine.
+    """Anchors of the parameters come in, to join the graph: gradients go to the store, not to the engine.
 
     Where the product is deferred (``Product.defers``) this node only saves what backward needs: its outputs are empty
     stand-ins of Y's shape, and the node behind it multiplies and reduces, so that a replay stops before both.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, site: SiteProduct, call: _Call, x: torch.Tensor, *parameters: Any
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, site: SiteProduct, call: _Call, x: torch.Tensor, *anchors: Any) -> tuple[torch.Tensor, ...]:
         wanted = ctx.needs_input_grad[3:]
         keep = call.keep = any(wanted[: len(site.weights)])
         ctx.site, ctx.call, ctx.mode, ctx.deposits = site, call, site.mode, any(wanted)
@@ -108,7 +106,7 @@ class _AddBias(torch.autograd.Function):
     """Y [R,N] += b [N], after the reduction of Y; db [N] = Σ_rows dY goes to the store."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, parameter: Any, stored: StoredParameter, use: Use | None) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, anchor: Any, stored: StoredParameter, use: Use | None) -> torch.Tensor:
         ctx.stored, ctx.use = stored, use
         y.add_(stored.lease())
         ctx.mark_dirty(y)
@@ -276,16 +274,16 @@ class SiteProduct:
         inside = self.inner_biases
         needs_x = x.requires_grad
         uses = [(w.use(needs_x), b.use() if b is not None else None) for w, b in zip(self.weights, inside, strict=True)]
-        parameters = [stored.parameter for stored in [*self.weights, *inside] if stored is not None]
+        anchors = [stored.anchor for stored in [*self.weights, *inside] if stored is not None]
         product, call, results = self.product, _Call(rows, uses), []
-        outputs = _SiteNode.apply(self, call, x, *parameters)
+        outputs = _SiteNode.apply(self, call, x, *anchors)
         if product.defers:
             outputs = _Reduced.apply(self, call, (x.detach(),), *outputs)
         for y, bias in zip(outputs, self.outer_biases, strict=True):
             if not product.defers:
                 y = reduce_output(y, product.reduction, self.fetch if needs_x else None)
             if bias is not None:
-                y = _AddBias.apply(y, bias.parameter, bias, bias.use())
+                y = _AddBias.apply(y, bias.anchor, bias, bias.use())
             results.append(y)
         return results
 

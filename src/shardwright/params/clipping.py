@@ -105,7 +105,9 @@ def _counts_here(gradient: torch.Tensor, first: int | None) -> bool:
     if not isinstance(gradient, DTensor):
         return first is None or dist.get_rank() == first
     if any(placement.is_partial() for placement in gradient.placements):
-        raise InputError(f"gradient: found placements {gradient.placements}; allowed: Shard and Replicate, summed")
+        raise InputError(
+            f"gradient: found placements {gradient.placements}; allowed: summed ones, of a backward outside no_sync"
+        )
     mesh = gradient.device_mesh
     place = mesh.get_coordinate()
     if place is None or first not in _ranks(mesh):  # the part of a mesh that the first rank is on counts

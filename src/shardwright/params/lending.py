@@ -1,38 +1,34 @@
-"""Sharded parameters in anyone's module: ``shard`` stores them, and lends them gathered while a unit's module runs.
+"""Sharded parameters in anyone's module: ``shard`` stores them, and unshards them while a group's module runs.
 
-| when                       | what                                                                                |
-|----------------------------|-------------------------------------------------------------------------------------|
-| before the unit's forward  | gather; the module sees plain tensors, each a leaf of the graph: a loan             |
-| after it                   | the module has its DTensors back; W is released when the next unit is asked for     |
-| gradient reaches an output | gather again, into the storage that the graph has kept                              |
-| gradient reaches a loan    | it is deposited; when the unit's inputs have theirs, its backward is over           |
-
-Loans share the storage of the gathered W, which has no memory between forward and backward.
+unsharding.py tells what happens around each forward; this file says which modules are groups, and places parameters.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright._errors import InputError
 from shardwright._files import parse_bytes
 from shardwright.params.initial import Source, from_values
+from shardwright.params.retired import retire
+from shardwright.params.saved import SavedWeights
 from shardwright.params.schedule import Schedule
 from shardwright.params.store import ParameterStore
 from shardwright.params.stored import StoredParameter
-from shardwright.params.unit import Unit, Use
+from shardwright.params.unsharding import Place, UnshardHooks, refuse_compile, refuse_copy
 from shardwright.sharding import LEVELS, Sharding
+
+UNUSED = ("error", "zeros")
+"""What a parameter is to a rank that does not use it while others do."""
 
 
 def shard(
@@ -46,6 +42,8 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     bucket: str | int = 0,
     units: Sequence[str] | None = None,
+    unused: str = "error",
+    checks: bool = True,
     source: Source = from_values,
 ) -> nn.Module:
     """Stores the parameters of ``module`` over the axes of ``mesh_axes``, in place; returns it.
@@ -57,27 +55,51 @@ def shard(
     added up in reduce_dtype (by default the parameters'). bucket: bytes, or a size such as "25MiB", of the buffer in
     which small gradients travel together; 0 is none. units: patterns of names of the modules that are gathered as
     one; by default every block (a member of an nn.ModuleList or nn.Sequential), and each other module with parameters
-    of its own. The pattern "" makes one unit, kept while the root's forward runs, of what no other unit holds. source:
+    of its own. The pattern "" makes one unit, kept while the root's forward runs, of what no other unit holds.
+    unused: where ranks use different parameters in one backward, ``error`` raises DivergenceError, which names one and
+    the ranks; ``zeros`` is exact: what a rank does not use has a gradient of zero there (at level ``parameters`` every
+    rank must call the same groups). checks: ranks agree, by a message of 32 bytes, before each gather and at both ends
+    of a backward, so that a difference is an error and no wrong result; False trusts that all ranks run alike. source:
     where shards get their values, by default from the module (equal on every rank).
 
     Parameters become DTensors, and so do their gradients: sums over ranks, never means, complete when backward returns.
     Make the optimizer afterwards. Linears that lie on a grid already are stored over the axes beside the grid's.
 
-    Raises InputError where an axis or a level is unknown, or units match nothing.
+    Hooks on parameters are called with the reduced gradient. A weight that is read outside of its module's call gets no
+    gradient: backward refuses it. Raises InputError where an axis or a level is unknown, or units match nothing.
     """
+    if unused not in UNUSED:
+        raise InputError(f"unused: found {unused!r}; allowed: {', '.join(UNUSED)}")
+    if unused == "zeros" and not checks:
+        raise InputError("checks: found False beside unused='zeros'; allowed: True, since ranks must agree then")
     sharding = _sharding(mesh_axes, level, keep, dtype, reduce_dtype, parse_bytes(bucket, "bucket"))
     axes = mesh_axes.mesh_dim_names or ()
-    return lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, in_flight, units, source)
+    zeros = unused == "zeros"
+    return lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, in_flight, units, source, zeros, checks)
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, gradients of a module that ``shard`` stores, or of a parallelized model, are not reduced.
 
-    Each backward adds them up, whole and in the stored element type, beside ``.grad``; the next one outside reduces
-    all. For micro-batches but the last: fewer bytes travel, more are held. A sharded level holds whole gradients then.
+    Each backward adds them up in ``.grad``, whole and in the stored element type, as a DTensor whose placement is
+    partial; the next one outside reduces all. For micro-batches but the last: fewer bytes travel, more are held. A
+    sharded level holds whole gradients then. ``zero_grad``, and an exception in a backward, forget what was added up.
     """
-    schedule: Schedule = cast(Any, module).parameter_store.schedule
-    return schedule.accumulate(LEVELS)
+    return _schedule(module).accumulate(LEVELS)
+
+
+def discard_accumulated(module: nn.Module) -> None:
+    """Forgets the gradients that backwards inside ``no_sync`` have accumulated and none has reduced."""
+    for stored in _schedule(module).members:
+        stored.discard_accumulated()
+
+
+def _schedule(module: nn.Module) -> Schedule:
+    store = getattr(module, "parameter_store", None)
+    if store is None:
+        raise InputError(f"module: found a {type(module).__name__} that is not sharded; allowed: what shard returned")
+    schedule: Schedule = store.schedule
+    return schedule
 
 
 def lend(
@@ -88,22 +110,24 @@ def lend(
     in_flight: int = 2,
     units: Sequence[str] | None = None,
     source: Source = from_values,
+    unused_are_zeros: bool = False,
+    checks: bool = True,
 ) -> nn.Module:
     """As ``shard``, each unit as ``sharding_of`` its name says. axes: those of ``mesh`` over which data are split."""
     names = _unit_names(module, units)
-    store = ParameterStore(mesh, sharding_of, _unit_finder(names), in_flight)
+    store = ParameterStore(mesh, sharding_of, _unit_finder(names), in_flight, unused_are_zeros)
     places = _place_all(module, store, axes, source, names)
+    if checks:
+        store.let_ranks_agree()
+    root = _Root(module, store)
+    module.register_forward_pre_hook(root.begin)  # before the hooks of its group
+    saved = SavedWeights()
     for name, inner in module.named_modules():
         unit = _innermost(names, name)
         below = [place for place in places if _holds(name, place.holder) and place.unit == unit]
         if below:
-            _Lender(inner, store.schedule, below)
-
-    def rest(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            store.schedule.rest()
-
-    module.register_forward_hook(rest, always_call=True)
+            UnshardHooks(inner, store.schedule, saved, below)
+    module.register_forward_hook(root.end, always_call=True)  # after them
     cast(Any, module).parameter_store = store
     return module
 
@@ -120,6 +144,51 @@ def _unit_finder(names: Sequence[str]) -> Callable[[str], str]:
         return holder if unit is None else unit
 
     return unit_of
+
+
+class _Root:
+    """Around the forward of the whole module: parameters are still those that are stored, and W is as they are.
+
+    The group that was used last stays gathered, since backward begins with it. But where the forward of another store
+    follows, this one is a part of something larger, as blocks are that are sharded one by one: it releases all then,
+    and from now on.
+    """
+
+    def __init__(self, module: nn.Module, store: ParameterStore):
+        self.module, self.store, self.is_part = module, store, False
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        refuse_copy()
+
+    def begin(self, *_: Any) -> None:
+        refuse_compile(self.module)
+        schedule = self.store.schedule
+        if not schedule.inside:
+            self.store.check_places()
+            before = self.store.runtime.left_gathered
+            other: _Root | None = None if before is None else before()
+            if other is not None and other is not self and other.store.schedule.awaits_backward:
+                other.release()
+                self.is_part = other.is_part = True
+            self.store.runtime.left_gathered = None
+            schedule.begin_forward()
+        schedule.inside += 1
+
+    def end(self, *_: Any) -> None:
+        schedule = self.store.schedule
+        schedule.inside -= 1
+        if not torch.is_grad_enabled():
+            schedule.rest()
+            return
+        if torch._C._current_graph_task_id() != -1 or schedule.inside:
+            return  # a replay, or a forward inside another
+        self.store.runtime.left_gathered = weakref.ref(self)
+        if self.is_part:
+            self.release()
+
+    def release(self) -> None:
+        """Nothing stays gathered that no backward is at work with."""
+        self.store.schedule.release_idle()
 
 
 def _sharding(
@@ -192,7 +261,7 @@ def _place_all(
     """Stores every parameter; where plain modules use one."""
     own = [inner for inner in module.modules() if hasattr(inner, "stored_parameters")]
     found = {stored.parameter: stored for inner in own for stored in cast(Any, inner).stored_parameters()}
-    moved = set[StoredParameter]()
+    moved, replaced = set[StoredParameter](), list[torch.Tensor]()
     places: list[Place] = []
     for name, inner in module.named_modules():
         for key, parameter in list(inner._parameters.items()):
@@ -207,179 +276,15 @@ def _place_all(
                     )
                 whole = [Replicate()] * store.mesh.ndim
                 stored, _ = store.place(source, inner, key, qualified, whole, axes, qualified)
+                replaced.append(parameter)
             elif inner in own and stored not in moved:
                 store.take_over(stored, qualified)
             moved.add(stored)
             found[parameter] = stored
             inner._parameters[key] = stored.parameter
+            store.watch(inner, key, stored, qualified)
             if inner not in own:
                 places.append(Place(name, inner, key, stored, _innermost(units, name) or ""))
+    for parameter in replaced:
+        retire(parameter)
     return places
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a plain module uses a parameter: ``module.key``. unit: the name of the unit whose module that lies in."""
-
-    holder: str
-    module: nn.Module
-    key: str
-    stored: StoredParameter
-    unit: str
-
-
-class _Lender:
-    """Lends the parameters below one module while its forward runs, those aside that are lent already.
-
-    So a unit's module lends all, and what is inside lends only when it is called by itself: in a recomputation.
-    """
-
-    def __init__(self, module: nn.Module, schedule: Schedule, places: Sequence[Place]):
-        self.places, self.schedule = places, schedule
-        self._calls: list[_Call | None] = []
-        module.register_forward_pre_hook(self._lend, with_kwargs=True)
-        module.register_forward_hook(self._take_back, always_call=True)
-
-    def _lend(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        places = [place for place in self.places if place.key not in place.module.__dict__]
-        self._calls.append(None)
-        if not places:
-            return None
-        self.schedule.begin_pass()
-        call = self._calls[-1] = _Call(places)
-        args, kwargs = call.watch(args, kwargs)
-        for place in places:
-            place.module.__dict__[place.key] = call.loan(place.stored)  # found before the module's own parameters
-        return args, kwargs
-
-    def _take_back(self, module: nn.Module, args: Any, output: Any) -> None:
-        call = self._calls.pop()
-        if call is not None:
-            call.close(output)
-
-
-class _Call:
-    """One forward of a unit's module, and its backward.
-
-    The backward is over when every loan has its gradient; at the latest when the inputs have theirs, for then the
-    parameters that have none were not used. Where nothing tells, the end of backward does.
-    """
-
-    def __init__(self, places: Sequence[Place]):
-        self.places = places
-        self.units = list(dict.fromkeys(place.stored.unit for place in places))
-        self._expected: list[tuple[Unit, StoredParameter | None]] = []  # whose gradients are to come; None: the inputs'
-        self._uses: dict[int, Use] = {}
-        self._begun = False
-        self._replay = torch._C._current_graph_task_id() != -1  # inside a backward
-        self._wanted = torch.is_grad_enabled() and not self._replay
-        for unit in self.units:
-            unit.open += 1
-
-    def watch(self, args: Any, kwargs: Any) -> Any:
-        """The inputs, such that we hear when they have their gradients."""
-        leaves, spec = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if self._wanted and places:
-            for place, tensor in zip(places, _Inputs.apply(self, *(leaves[i] for i in places)), strict=True):
-                leaves[place] = tensor
-            for unit in self.units:
-                self._expect(unit)
-        return tree_unflatten(leaves, spec)
-
-    def loan(self, stored: StoredParameter) -> torch.Tensor:
-        """The gathered W as a plain tensor, a leaf of the graph; its gradient is deposited in the store."""
-        loan = stored.lease()
-        if stored.parameter.requires_grad and torch.is_grad_enabled():
-            number = self._expect(stored.unit, stored)
-            loan = loan.detach().requires_grad_()
-            loan.register_post_accumulate_grad_hook(partial(self._deposit, stored, number))
-        return loan
-
-    def _expect(self, unit: Unit, stored: StoredParameter | None = None) -> int:
-        """Announces a gradient to come, of a loan or of the inputs; the number by which it is heard of."""
-        number = len(self._expected)
-        self._expected.append((unit, stored))
-        if self._wanted:
-            self._uses[number] = unit.announce(stored)
-        return number
-
-    def close(self, output: Any) -> None:
-        """The forward is over."""
-        for place in self.places:
-            place.module.__dict__.pop(place.key, None)
-        for unit in self.units:
-            unit.open -= 1
-        if torch.is_grad_enabled():
-            for tensor in tree_flatten(output)[0]:
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._begin_backward)
-
-    def _begin_backward(self, _: torch.Tensor) -> None:
-        """A gradient has reached an output: W will be read."""
-        if self._replay:
-            raise RuntimeError(
-                f"{self.units[0].name}: found a backward inside a backward, as of a checkpoint with "
-                "use_reentrant=True; allowed: use_reentrant=False"
-            )
-        if self._begun or not self._expected:
-            return
-        self._begun = True
-        for number, (unit, stored) in enumerate(self._expected):
-            if number not in self._uses:  # a second backward through a graph that was retained
-                self._uses[number] = unit.announce(stored)
-        for unit in self.units:
-            unit.busy += 1
-            if unit.gathers:
-                unit.schedule.ask(unit, again=True)
-
-    def _deposit(self, stored: StoredParameter, number: int, loan: torch.Tensor) -> None:
-        gradient, loan.grad = loan.grad, None
-        assert gradient is not None
-        if gradient.requires_grad:
-            raise RuntimeError(f"{stored.name}: found create_graph=True; allowed: gradients of first order")
-        stored.deposit(gradient, _is_alone(gradient))
-        use = self._uses.pop(number, None)
-        if use is not None:
-            stored.unit.done(stored, use, read=_holders(loan) > 3)  # beside the loan, the store, and Python's object
-        if not self._uses:
-            self.end()
-
-    def end(self) -> None:
-        """Nothing of this call is to come any more."""
-        for number, use in self._uses.items():
-            self._expected[number][0].uses.discard(use)
-        self._uses.clear()
-        for unit in self.units:
-            if self._begun:
-                unit.busy = max(0, unit.busy - 1)
-            if not unit.uses:
-                unit.complete()
-        self._begun = False
-
-
-class _Inputs(torch.autograd.Function):
-    """The inputs as they are, which tell when they have their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.call.end()
-        return (None, *grads)
-
-
-def _is_alone(gradient: torch.Tensor) -> bool:
-    """Whether nobody else reads the memory of what the engine has just left in ``.grad``.
-
-    Where the engine did not copy, three hold the storage: its own tensor, ``.grad``, and the Python object here.
-    """
-    return gradient.untyped_storage().nbytes() == gradient.nbytes and _holders(gradient) <= 3
-
-
-def _holders(tensor: torch.Tensor) -> int:
-    """How many hold the tensor's storage: tensors, those that a graph has saved, and one for the look at it."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

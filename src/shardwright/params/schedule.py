@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
+from shardwright.comm.agreement import Agreement, Answer, DivergenceError
 from shardwright.comm.bucket import Load
+from shardwright.params.launches import Launch, Launches
 from shardwright.params.sharing import Sharing
 from shardwright.params.unit import Handles, Unit
 from shardwright.sharding import ONCE_A_STEP, Sharding
@@ -57,13 +59,22 @@ class Schedule:
     """Of the units of one model.
 
     in_flight: how many units may be gathered at once, those that stay gathered by their level aside.
-    accumulating: gradients of those levels are put by for now, whole and unreduced.
+    accumulating: gradients of those levels are accumulated unreduced for now. agreement: between the ranks that store
+    the units together, where they are to agree before they communicate. unused_are_zeros: ranks may use different
+    parameters; what one does not use has a gradient of zero there.
     """
 
-    def __init__(self, in_flight: int = 2):
+    def __init__(self, in_flight: int = 2, unused_are_zeros: bool = False):
         self.in_flight = in_flight
+        self.unused_are_zeros = unused_are_zeros
+        self.agreement: Agreement | None = None
         self.accumulating: tuple[str, ...] = ()
         self.units: list[Unit] = []
+        self._launches: Launches | None = None
+        self._order: list[int] = []  # in which gradients arrived in the last backward, by the parameters' numbers
+        self._absent: set[int] = set()  # expected in the last backward, and formed by no rank
+        self._number = 0
+        self.inside = 0  # forwards of the root module at work
         self._orders = {kind: _Order() for kind in ("forward", "backward")}
         self._kind = ""
         self._task = -1
@@ -79,7 +90,55 @@ class Schedule:
         self.units.append(unit)
         return unit
 
+    @property
+    def members(self) -> list[StoredParameter]:
+        """Every stored parameter; its place here is its number on every rank."""
+        return [stored for unit in self.units for stored in unit.members]
+
+    def number_of_use(self) -> int:
+        """The next number of a use."""
+        self._number += 1
+        return self._number
+
+    def _agree(self, what: str, count: int = 0, **facts: Any) -> Answer:
+        """Ranks that state different things to do raise DivergenceError; other ``facts`` may differ."""
+        if self.agreement is None:
+            return Answer(True, (facts,), count)
+        answer = self.agreement.state({"do": what, **facts}, count)
+        if not answer.alike and len({said["do"] for said in answer.facts}) > 1:
+            told = self.agreement.by_answer(tuple(f"{said['do']}" for said in answer.facts))
+            raise DivergenceError(f"ranks differ: {told}; allowed: parameter groups used alike on every rank")
+        return answer
+
     # -- gathering
+
+    def begin_forward(self) -> None:
+        """A forward begins: what was gathered before and has been written since is out of date, on every rank."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # a replay
+        self.begin_pass()
+        if not any(unit.gathers for unit in self.units):
+            return
+        written = [number for number, unit in enumerate(self.units) if unit.was_written()]
+        if any(unit.communicates for unit in self.units):
+            answer = self._agree("begins a forward", written=written)
+            written = sorted({number for said in answer.facts for number in said["written"]})
+        for number in written:
+            self.units[number].expire()
+        if self.unused_are_zeros:  # a rank that uses other modules gathers for the others all the same
+            for unit in self.units:
+                if unit.sharding.resident and unit.gathers and not unit.current:
+                    self._start(unit, "async")
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward was the last that was heard of."""
+        return self._kind == "forward"
+
+    def begin_call(self) -> None:
+        """A module with parameters of the store is called: by itself, a forward begins."""
+        if not self.inside and not any(unit.open for unit in self.units):
+            self.begin_forward()
 
     def ask(self, unit: Unit, wait: bool = True, again: bool = False) -> None:
         """Every W of ``unit`` is there when this returns (or on its way, without ``wait``), and the next one is, too.
@@ -124,10 +183,20 @@ class Schedule:
                 f"{unit.name} is asked for while {alive} are gathered; in_flight states {self.in_flight}. "
                 "Raise in_flight, or take the outer unit's parameters apart into units of their own"
             )
+        if unit.communicates:
+            issued = 0 if self._launches is None else self._launches.issued
+            answer = self._agree(f"gathers {unit.name or 'the root'} in {self._kind}", issued)
+            self._launch(answer.most, ahead=False)
         unit.start(mode)
 
     def _alive(self) -> list[Unit]:
         return [unit for unit in self.units if unit.gathered and not unit.sharding.resident]
+
+    def release_idle(self) -> None:
+        """What no forward and no backward is at work with is released."""
+        for unit in self._alive():
+            if unit.idle:
+                unit.release()
 
     def _room(self, unit: Unit) -> bool:
         """Whether ``unit`` may be gathered beside what is alive. Units that are kept for backward are not counted."""
@@ -144,9 +213,7 @@ class Schedule:
     def rest(self) -> None:
         """A forward without gradients is over: what nothing needs is released."""
         self._enter("forward")
-        for unit in self._alive():
-            if unit.idle:
-                unit.release()
+        self.release_idle()
 
     # -- passes
 
@@ -173,31 +240,120 @@ class Schedule:
         self._task = task  # another one than before without a forward since is a backward inside of one
         self._enter("backward")
         for unit in self.units:
-            trained = [stored for stored in unit.members if stored.trains]
-            unit.trained_bytes = sum(stored.whole_bytes for stored in trained)
+            unit.begin_backward()
+        self._launches = Launches(self._agreed_order())
+        for unit in self.units:
             if unit.sharding.level not in self.accumulating:
-                self._sharing.expect(trained)
+                self._sharing.expect([stored for stored in unit.members if stored.trains])
         engine: Any = Variable._execution_engine
         engine.queue_callback(self._end_backward)
 
+    @property
+    def _reducing(self) -> bool:
+        """Whether gradients of any unit are reduced for now, so that ranks must agree on how."""
+        return any(unit.sharding.level not in self.accumulating for unit in self.units if unit.trained_bytes)
+
+    def _agreed_order(self) -> list[StoredParameter]:
+        """The parameters whose gradients are expected: as they came in the last backward, new ones as used."""
+        members = self.members
+        numbers = {stored: number for number, stored in enumerate(members)}
+        first_use: dict[int, int] = {}
+        for unit in self.units:
+            for use in unit.uses:
+                if use.stored is not None:
+                    number = numbers[use.stored]
+                    first_use[number] = min(use.number, first_use.get(number, use.number))
+        expected = {
+            number
+            for number, stored in enumerate(members)
+            if stored.unit.sharding.level not in self.accumulating
+            and stored.trains
+            and (number in first_use or stored.has_accumulated)
+        }
+        known = [number for number in self._order if number in expected]
+        accumulated = {number for number in expected if members[number].has_accumulated}
+        new = expected - set(known) - (self._absent - accumulated)
+        order = known + sorted(new, key=lambda number: (-first_use.get(number, 0), -number))
+        if self._reducing:
+            facts: dict[str, Any] = {"accumulates": list(self.accumulating), "expects": order}
+            answer = self._agree("begins a backward", **facts)
+            if len({tuple(said["accumulates"]) for said in answer.facts}) > 1:
+                raise DivergenceError(
+                    "ranks differ: some accumulate gradients without synchronisation (no_sync), others reduce them; "
+                    "allowed: the same on every rank"
+                )
+            order = list(dict.fromkeys(number for said in answer.facts for number in said["expects"]))
+        return [members[number] for number in order]
+
     def _end_backward(self) -> None:
+        if self._launches is None:  # a backward inside of this one has ended it
+            return
         for unit in self.units:
             if unit.has_fresh:
                 unit.complete()
+        self._launches.close_all()
+        self._launch()
+        self._finish_moving()
+        try:
+            if self._reducing:
+                self._settle(self._launches.arrived)
+        finally:
+            self._launches = None
+            self._task = -1
+            for unit in self.units:
+                unit.busy = 0
+                if self.unused_are_zeros and not self.accumulating:
+                    unit.expire()  # on every rank alike, whichever it used
+            for unit in self._alive():
+                if not unit.open and not (unit.sharding.keep and unit.uses):
+                    unit.release()
+            self._at = None
+
+    def _finish_moving(self) -> None:
         while self._moving:
             self._step_all()
         self._sharing.finish()
-        self._task = -1
-        for unit in self.units:
-            unit.busy = 0
-        for unit in self._alive():
-            if not unit.open and not (unit.sharding.keep and unit.uses):
-                unit.release()
-        self._at = None
+
+    def _settle(self, arrived: dict[StoredParameter, None]) -> None:
+        """Gradients that came after their launch are reduced; where no rank had one, none is left behind.
+
+        Raises DivergenceError where ranks formed gradients of different parameters, and that was not asked for.
+        """
+        members = self.members
+        numbers = {stored: number for number, stored in enumerate(members)}
+        came = [numbers[stored] for stored in arrived]
+        late = [number for number, stored in enumerate(members) if stored.has_fresh]
+        answer = self._agree("ends a backward", formed=sorted({*came, *late}), late=late)
+        formed = {number for said in answer.facts for number in said["formed"]}
+        self._order = came + [number for number in late if number not in came]
+        self._absent = {number for number in range(len(members)) if number not in formed} & (
+            self._absent | {numbers[stored] for stored in members if stored.in_doubt}
+        )
+        late = sorted({number for said in answer.facts for number in said["late"]})
+        if self.unused_are_zeros or all(set(said["formed"]) == formed for said in answer.facts):
+            for unit in self.units:
+                chosen = tuple(members[number] for number in late if members[number].unit is unit)
+                if chosen:
+                    self._issue(Launch(unit, chosen, last=True))
+            self._finish_moving()
+            for number, stored in enumerate(members):
+                stored.settle(number in formed)
+            return
+        for stored in members:
+            stored.drop()
+        first = min(number for number in formed if any(number not in said["formed"] for said in answer.facts))
+        assert self.agreement is not None
+        told = self.agreement.by_answer(
+            tuple("formed its gradient" if first in said["formed"] else "did not" for said in answer.facts)
+        )
+        raise DivergenceError(
+            f"{members[first].unit.name or 'the root'}: {members[first].name}: {told}; allowed: the same parameters on "
+            'every rank, or unused="zeros"'
+        )
 
     def _abandon(self) -> None:
         """Drops what an aborted backward left: its gradients count for nothing."""
-        self._task = -1
+        self._task, self._launches = -1, None
         while self._moving:
             _, handles = self._moving.popleft()
             for handle in handles:
@@ -212,19 +368,55 @@ class Schedule:
         """What a gradient of ``stored`` fills of a bucket; None where it travels by itself."""
         return self._sharing.load(stored)
 
-    def reduce(self, unit: Unit, fresh: list[tuple[StoredParameter, torch.Tensor]]) -> None:
-        """``fresh`` gradients of ``unit`` start to travel; what travelled before goes on a stage.
+    def arrive(self, stored: StoredParameter) -> None:
+        """The gradient of ``stored`` is whole, if it has one: it may travel."""
+        if not stored.has_fresh or self._launches is None:
+            return
+        self._launches.arrive(stored)
+        if stored.unit.sharding.level in self.accumulating:
+            stored.accumulate()
+        self._launch()
+
+    def close(self, unit: Unit) -> None:
+        """The backward of ``unit`` is over: its gradients travel."""
+        if self._launches is None:
+            return
+        if unit.sharding.level in self.accumulating:
+            for stored in unit.members:
+                stored.accumulate()
+        self._launches.close(unit)
+        self._launch()
+        if unit is self._at:
+            self._gather_ahead()
+
+    def _launch(self, least: int = 0, ahead: bool = True) -> None:
+        """Issues the launches whose turn has come: at ``least`` so many. ahead: the next unit may be gathered then."""
+        while self._launches is not None and (launch := self._launches.pop_due(least)) is not None:
+            self._issue(launch)
+            if ahead and launch.unit is self._at:
+                self._gather_ahead()
+
+    def _issue(self, launch: Launch) -> None:
+        """Its gradients start to travel; what travelled before goes on a stage.
 
         So the unreduced gradients of one launch are alive in a group, beside those that are being formed.
         """
+        fresh: list[tuple[StoredParameter, torch.Tensor]] = []
+        for stored in launch.members:
+            gradient = stored.take_fresh()
+            if gradient is not None and self._launches is not None:
+                self._launches.arrive(stored)
+            if gradient is None and self.agreement is not None:
+                gradient = stored.zero_gradient()
+            if gradient is not None:
+                fresh.append((stored, gradient))
+            del gradient
         fresh = [(stored, gradient) for stored, gradient in fresh if not self._sharing.take(stored, gradient)]
         if fresh:
             self._step_all()
-            stages = unit.reduction(fresh)
+            stages = launch.unit.reduction(fresh)
             del fresh
             self._continue(stages)
-        if unit is self._at:
-            self._gather_ahead()
 
     def _step_all(self) -> None:
         for _ in range(len(self._moving)):
@@ -253,9 +445,16 @@ class Schedule:
 
     @contextmanager
     def accumulate(self, levels: tuple[str, ...] = ONCE_A_STEP) -> Iterator[None]:
-        """Inside, gradients of ``levels`` are put by, whole and unreduced; the next backward outside reduces them."""
+        """Inside, gradients of ``levels`` accumulate, whole and unreduced; the next backward outside reduces them.
+
+        An exception that ends it discards what has accumulated.
+        """
         before, self.accumulating = self.accumulating, levels
         try:
             yield
+        except BaseException:
+            for stored in self.members:
+                stored.discard_accumulated()
+            raise
         finally:
             self.accumulating = before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +13,7 @@ from shardwright._errors import InputError
 from shardwright.comm import Runtime
 from shardwright.comm.runtime import names_of
 from shardwright.mesh import chunk
+from shardwright.params import hooks
 from shardwright.params.initial import Source
 from shardwright.params.placement import Cut, cut_of, make_parameter
 from shardwright.params.schedule import Schedule
@@ -33,7 +34,7 @@ class ParameterStore:
     """Places parameters, each in its unit, all units on one schedule.
 
     sharding_of: unit name → how it is stored. unit_of: qualified parameter name → unit name; by default the module.
-    in_flight: how many units may be gathered at once.
+    in_flight: how many units may be gathered at once. unused_are_zeros: ranks may use different parameters.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class ParameterStore:
         sharding_of: Callable[[str], Sharding] = whole,
         unit_of: Callable[[str], str] = lambda name: name.rpartition(".")[0],
         in_flight: int = 2,
+        unused_are_zeros: bool = False,
     ):
         self.mesh = mesh
         self.runtime = Runtime.of(mesh)
-        self.schedule = Schedule(in_flight)
+        self.schedule = Schedule(in_flight, unused_are_zeros)
+        self._places: list[tuple[nn.Module, str, StoredParameter, str]] = []
         self._sharding_of, self._unit_of = sharding_of, unit_of
         self._units: dict[str, Unit] = {}
 
@@ -55,6 +58,34 @@ class ParameterStore:
         if name not in self._units:
             self._units[name] = self.schedule.new_unit(name, self._sharding_of(name))
         return self._units[name]
+
+    def let_ranks_agree(self) -> None:
+        """From now on ranks tell each other what they are about to communicate; every rank calls this."""
+        partial = {axis for stored in self.schedule.members for axis in stored.partial_axes}
+        group = self.runtime.group(tuple(axis for axis in self.runtime.sizes if axis in partial))
+        if group.size > 1:
+            self.schedule.agreement = self.runtime.agreement(group)
+
+    def watch(self, module: nn.Module, key: str, stored: StoredParameter, qualified: str) -> None:
+        """``module.key`` is ``stored``; ``check_places`` will look whether it still is."""
+        self._places.append((module, key, stored, qualified))
+
+    def check_places(self) -> None:
+        """Parameters that were replaced are taken in, if they are stored alike.
+
+        Raises InputError for any other, and for one that was converted to another element type.
+        """
+        for module, key, stored, qualified in self._places:
+            found = module._parameters.get(key)
+            if found is not stored.parameter or found.dtype != stored.stored_dtype:
+                stored.adopt(found, qualified)
+            if stored.trains and stored.communicates:
+                hooks.guard(stored.parameter, qualified)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise InputError(
+            "deepcopy: found a sharded module; allowed: a copy made before it is sharded, or of its state_dict()"
+        )
 
     def place(
         self,
@@ -80,6 +111,7 @@ class ParameterStore:
         stored_on, placed, storage = storage_of(sharding, self.runtime, base, placements, partial)
         local = source(module, name, cut_of(dense.shape, stored_on, placed))
         parameter = make_parameter(local, dense.shape, stored_on, placed, dense.requires_grad)
+        hooks.move(dense, parameter)
         rows = used.local_shape[0] if storage else None
         return StoredParameter(parameter, self.runtime, partial, owner, unit, storage, rows), used
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright import trace
+from shardwright._errors import InputError
 from shardwright.comm import Runtime
+from shardwright.params import hooks
+from shardwright.params.accumulated import AccumulatedGradient, accumulated_gradient
 from shardwright.params.placement import cut_of
 from shardwright.params.schedule import Schedule
-from shardwright.params.unit import Unit, Use
+from shardwright.params.unit import Unit, Use, Version
 from shardwright.sharding import Sharding
 
 
@@ -50,19 +54,22 @@ class StoredParameter:
         self, parameter: torch.nn.Parameter, unit: Unit, storage: tuple[str, ...] = (), rows: int | None = None
     ) -> None:
         """Joins ``unit``; from now on ``parameter`` is what is stored."""
-        self.parameter = parameter
         self.unit = unit
         self.gather_group = self.runtime.group(storage).joined()  # storage is one axis of its mesh
         self.rest_group = self.runtime.group(tuple(axis for axis in self.partial_axes if axis not in storage))
-        name = unit.sharding.dtype
-        self.dtype: torch.dtype = parameter.dtype if name is None else getattr(torch, name)
+        self.parameter = parameter
+        self.stored_dtype = parameter.dtype
+        self.dtype = _compute_dtype(parameter.dtype, unit.sharding.dtype)
         self.gathers = self.gather_group.size > 1 or self.dtype != parameter.dtype
         self.whole_bytes = parameter.numel() * self.dtype.itemsize
         self._rows = rows
         self._whole: torch.Tensor | None = None
         self._fresh: torch.Tensor | None = None
         self._fresh_owned = True
-        self._put_by: torch.Tensor | None = None
+        self._accumulated: AccumulatedGradient | None = None
+        self._doubtful = False
+        self._in_doubt: torch.Tensor | None = None
+        self._anchor: torch.Tensor | None = None
         unit.members.append(self)
 
     # -- what is stored, and what is used
@@ -71,6 +78,39 @@ class StoredParameter:
     def local(self) -> torch.Tensor:
         """This rank's stored shard."""
         return cast(DTensor, self.parameter)._local_tensor
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """An empty leaf that stands for the parameter in a graph whose gradients go to the store, not to the engine.
+
+        The parameter's own leaf is left to autograd, so that hooks on it are called with gradients only.
+        """
+        if self._anchor is None:
+            with trace.quiet():
+                self._anchor = torch.zeros(0, device=self.local.device)
+        return self._anchor.requires_grad_(self.parameter.requires_grad)
+
+    @property
+    def version(self) -> Version:
+        """Which tensor holds the shard, and how often it was written to, as far as autograd knows."""
+        local = self.local
+        return id(local), local._version, self.parameter._version
+
+    def holds_its_shard(self) -> bool:
+        """Whether this rank's rows of the gathered W are what is stored, bit for bit.
+
+        Writes through ``.data``, and those of torch's optimizers on DTensors, change no version: so values are
+        compared, a MiB at a time, without a copy of the shard. (Nobody writes to a rehearsal's tensors.)
+        """
+        local, whole = self.local, self._whole
+        if whole is None or isinstance(local, FakeTensor):
+            return True
+        with trace.quiet(), torch.no_grad():
+            start, stop = self.gather_group.bounds(whole.shape[0]) if whole.dim() else (0, 1)
+            mine, stored = whole.reshape(whole.shape or (1,))[start:stop].reshape(-1), local.reshape(-1)
+            step = max(1, COMPARED_BYTES // local.dtype.itemsize)
+            pairs = zip(mine.split(step), stored.split(step), strict=True)
+            return all(torch.equal(_bits(one), _bits(other.to(self.dtype))) for one, other in pairs if one.numel())
 
     @property
     def whole_shape(self) -> torch.Size:
@@ -96,13 +136,30 @@ class StoredParameter:
 
         Raises RuntimeError where the stored parameter was written to since ``use`` was announced.
         """
-        if use is not None and use.version != self.local._version:
+        if use is not None:
+            self.check_unmodified(use.version)
+        return self.lease_whole() if self.gathers else self.local
+
+    @property
+    def communicates(self) -> bool:
+        """Whether its gradient is reduced between ranks."""
+        return self.gather_group.size > 1 or self.rest_group.size > 1
+
+    @property
+    def releases(self) -> bool:
+        """Whether the memory of the gathered W comes and goes."""
+        return self.gathers and not self.unit.sharding.resident
+
+    def lease_whole(self) -> torch.Tensor:
+        """All of W, where it is gathered: good until another unit is asked for."""
+        self.unit.schedule.ask(self.unit, again=self in self.unit.vacated)
+        assert self._whole is not None
+        return self._whole
+
+    def check_unmodified(self, version: Version) -> None:
+        """Raises RuntimeError where the stored parameter was written to since its version was this."""
+        if version != self.version:
             raise RuntimeError(f"{self.name}: found a parameter that was modified between its forward and its backward")
-        if self.gathers:
-            self.unit.schedule.ask(self.unit, again=self in self.unit.vacated)
-            assert self._whole is not None
-            return self._whole
-        return self.local
 
     def part(self) -> torch.Tensor:
         """The stored shard in the element type of the gathered W."""
@@ -138,7 +195,7 @@ class StoredParameter:
         if not (wanted and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
             return None
         self.unit.schedule.begin_pass()
-        return self.unit.announce(self, self.local._version)
+        return self.unit.announce(self)
 
     def deposit(self, gradient: torch.Tensor, owned: bool = True) -> None:
         """Takes over ``gradient`` (of the shape leased, contiguous) during backward.
@@ -155,9 +212,13 @@ class StoredParameter:
 
     @property
     def has_fresh(self) -> bool:
-        """Whether something is to be reduced before this backward returns."""
-        held = self.unit.sharding.level in self.unit.schedule.accumulating
-        return self._fresh is not None or (self._put_by is not None and not held)
+        """Whether this backward has brought something that is not reduced yet."""
+        return self._fresh is not None
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether ``.grad`` is what earlier micro-batches left, unreduced."""
+        return self._accumulated is not None and self.parameter.grad is self._accumulated
 
     def _own_fresh(self) -> torch.Tensor:
         """What was deposited, in memory that may be written to."""
@@ -178,22 +239,36 @@ class StoredParameter:
         if not self.unit.uses:
             self.unit.complete()
 
-    def put_by(self) -> None:
-        """Adds what was deposited to what earlier micro-batches left, whole and unreduced, in the stored dtype."""
+    def accumulate(self) -> None:
+        """Adds what was deposited to what earlier micro-batches left, whole and unreduced, in the stored dtype.
+
+        It is the parameter's ``.grad`` meanwhile, a DTensor whose placement is partial: so whoever clears gradients
+        clears it too. A reduced gradient that was there already joins it, as the share of one rank.
+        """
         if self._fresh is None:
             return
-        if self._put_by is None:
-            self._put_by = self.widened(self._own_fresh())
-            trace.note(self._put_by, "gradient")
-        else:
+        if self.has_accumulated:
             fresh, self._fresh = self._fresh, None
-            self._put_by.add_(fresh)
+            cast(AccumulatedGradient, self._accumulated)._local_tensor.add_(fresh)
+            return
+        whole = self.widened(self._own_fresh())
+        trace.note(whole, "gradient")
+        parameter = cast(DTensor, self.parameter)
+        if parameter.grad is not None and self.rest_group.index == 0:
+            start, stop = self.gather_group.bounds(whole.shape[0]) if whole.dim() else (0, 1)
+            rows = whole[start:stop] if whole.dim() else whole
+            rows.add_(cast(DTensor, parameter.grad)._local_tensor)
+        scattered = "_".join(self.gather_group.axes) if self.gather_group.size > 1 else ""
+        self._accumulated = accumulated_gradient(whole, parameter, (*self.partial_axes, scattered))
+        parameter.grad = self._accumulated
 
     def take_fresh(self) -> torch.Tensor | None:
-        """What is to be reduced, or None; with it goes what was put by."""
-        if self._put_by is not None:
-            self.put_by()
-            self._fresh, self._fresh_owned, self._put_by = self._put_by, True, None
+        """What is to be reduced, or None; with it goes what was accumulated."""
+        if self.has_accumulated:
+            self.accumulate()
+            self._fresh = cast(AccumulatedGradient, self._accumulated)._local_tensor
+            self._fresh_owned, self.parameter.grad = True, None
+        self._accumulated = None
         if self._fresh is None:
             return None
         scattered = self.gather_group.size > 1
@@ -204,9 +279,35 @@ class StoredParameter:
         trace.note(fresh, "unreduced" if scattered else "gradient")
         return fresh
 
+    def zero_gradient(self) -> torch.Tensor:
+        """This rank's share of a gradient that other ranks may have, and this one does not: it lands if any had."""
+        self._doubtful = True
+        zero = torch.zeros(self.whole_shape, dtype=self.dtype, device=self.local.device)
+        trace.note(zero, "unreduced" if self.gather_group.size > 1 else "gradient")
+        return zero
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether a launch of this backward went without a gradient of this rank."""
+        return self._doubtful
+
+    def settle(self, arrived: bool) -> None:
+        """What came of a gradient in doubt lands, if one ``arrived`` on any rank."""
+        gradient, self._in_doubt, self._doubtful = self._in_doubt, None, False
+        if gradient is not None and arrived:
+            self.land(gradient)
+
     def drop(self) -> None:
-        """Forgets what an aborted backward deposited."""
-        self._fresh = None
+        """Forgets what an aborted backward deposited, and what was accumulated unreduced."""
+        self._fresh = self._in_doubt = None
+        self._doubtful = False
+        self.discard_accumulated()
+
+    def discard_accumulated(self) -> None:
+        """Forgets what earlier micro-batches left, unreduced."""
+        if self.has_accumulated:
+            self.parameter.grad = None
+        self._accumulated = None
 
     def wide(self, gradient: torch.Tensor) -> bool:
         """Whether sums of ``gradient`` are taken in another precision than its own."""
@@ -228,10 +329,63 @@ class StoredParameter:
         return gradient
 
     def land(self, gradient: torch.Tensor) -> None:
-        """Adds the reduced gradient to ``.grad``."""
+        """Adds the reduced gradient to ``.grad``, as hooks on the parameter leave it."""
+        if self._doubtful:
+            self._in_doubt = gradient if self._in_doubt is None else self._in_doubt.add_(gradient)
+            return
         parameter = cast(DTensor, self.parameter)
+        # of the parameter's own spec: to make one costs ten times as much
+        landed = hooks.before(parameter, DTensor(gradient, parameter._spec, requires_grad=False))
         if parameter.grad is None:
-            # of the parameter's own spec: to make one costs ten times as much
-            parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)
+            parameter.grad = landed
+        elif self.has_accumulated:
+            raise RuntimeError(f"{self.name}: found a reduced gradient beside one that is accumulated unreduced")
         else:
-            cast(DTensor, parameter.grad)._local_tensor.add_(gradient)
+            cast(DTensor, parameter.grad)._local_tensor.add_(landed._local_tensor)
+        hooks.after(parameter)
+
+    # -- what is stored may be replaced
+
+    def adopt(self, found: torch.Tensor | None, name: str) -> None:
+        """Takes ``found``, which the module holds now under ``name``, for what is stored, if it is stored alike.
+
+        Raises InputError where it is no such parameter, or has become one of another element type.
+        """
+        old = cast(DTensor, self.parameter)
+        if found is not self.parameter:
+            alike = (
+                isinstance(found, DTensor)
+                and isinstance(found, torch.nn.Parameter)
+                and (found.shape, found.device_mesh, found.placements) == (old.shape, old.device_mesh, old.placements)
+            )
+            if not alike:
+                what = "none" if found is None else f"a {type(found).__name__} of shape {tuple(found.shape)}"
+                raise InputError(
+                    f"{name}: found {what} in the place of a sharded parameter; allowed: its values changed in place "
+                    "(copy_, load_state_dict without assign), or a parameter replaced before sw.shard"
+                )
+            self.parameter = cast(torch.nn.Parameter, found)
+            self._accumulated = None
+            self.unit.expire()
+        if self.parameter.dtype != self.stored_dtype:
+            raise InputError(
+                f"{name}: found {self.parameter.dtype}; allowed: {self.stored_dtype}, as it was stored (convert the "
+                "model before it is sharded)"
+            )
+
+
+COMPARED_BYTES = 2**20
+"""How much of a shard is compared at a time."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers, so that NaN equals itself; 16-byte numbers are left as they are."""
+    integer = _INTEGERS.get(values.dtype.itemsize)
+    return values if integer is None else values.view(integer)
+
+
+def _compute_dtype(stored: torch.dtype, name: str | None) -> torch.dtype:
+    """In which W is read: as stated for floating-point parameters; whole numbers stay what they are."""
+    return stored if name is None or not stored.is_floating_point else getattr(torch, name)

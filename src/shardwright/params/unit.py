@@ -36,13 +36,17 @@ class Use:
     """One use of a parameter by a forward pass whose backward is still to come. The graph that needs it holds it.
 
     stored: what is used; None stands for the unit's inputs. version: of the stored tensor when the forward read it.
+    number: uses of one schedule are numbered as they are announced.
     """
 
-    __slots__ = ("__weakref__", "stored", "version")
+    __slots__ = ("__weakref__", "number", "stored", "version")
 
-    def __init__(self, stored: StoredParameter | None = None, version: int = 0):
-        self.stored, self.version = stored, version
+    def __init__(self, stored: StoredParameter | None, version: Version, number: int):
+        self.stored, self.version, self.number = stored, version, number
 
+
+Version = tuple[int, int, int]
+"""Of a stored parameter: which tensor holds its shard, and how often autograd has seen it, and its DTensor, written."""
 
 SMALL_BYTES, SMALL_SHARE = 2**16, 16
 """W of at most so many bytes, and such a share of its unit, is gathered packed with others: a message costs more than
@@ -53,8 +57,8 @@ class Unit:
     """``members`` that are gathered, released and reduced as one.
 
     open, busy: how many forwards, and backwards, of the unit's module are at work, where modules tell (lending.py). W
-    is not released meanwhile. vacated: members whose W backward has released already. ready: members whose dW may
-    travel, in order. trained_bytes: of the members whose gradients this backward is to bring.
+    is not released meanwhile. vacated: members whose W backward has released already. trained_bytes: of the members
+    whose gradients this backward may bring.
     """
 
     def __init__(self, name: str, schedule: Schedule, sharding: Sharding):
@@ -64,9 +68,8 @@ class Unit:
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self.gathered = False
         self.vacated: list[StoredParameter] = []
-        self.ready: list[StoredParameter] = []
         self._arrivals: list[GatheringTogether | GatheringPacked] = []
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[Version] = []
         self._stale = False
         self._operations: dict[tuple[str, AxisGroup], Logged] = {}  # of this backward: launches of one kind are one
 
@@ -74,6 +77,11 @@ class Unit:
     def gathers(self) -> list[StoredParameter]:
         """The members of which products read another tensor than the stored one."""
         return [stored for stored in self.members if stored.gathers]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether its gathers involve other ranks."""
+        return any(stored.gather_group.size > 1 for stored in self.members)
 
     @property
     def travels_as_one(self) -> bool:
@@ -88,9 +96,9 @@ class Unit:
             return False
         return not (self.sharding.keep and self.uses)
 
-    def announce(self, stored: StoredParameter | None = None, version: int = 0) -> Use:
+    def announce(self, stored: StoredParameter | None = None) -> Use:
         """A backward to come: a use of a member, or of none of them for itself."""
-        use = Use(stored, version)
+        use = Use(stored, (0, 0, 0) if stored is None else stored.version, self.schedule.number_of_use())
         self.uses.add(use)
         return use
 
@@ -106,8 +114,20 @@ class Unit:
         """Whether a member has deposits that are not reduced yet."""
         return any(stored.has_fresh for stored in self.members)
 
-    def _versions(self) -> list[tuple[int, int]]:
-        return [(id(stored.local), stored.local._version) for stored in self.gathers]
+    def _versions(self) -> list[Version]:
+        return [stored.version for stored in self.gathers]
+
+    def was_written(self) -> bool:
+        """Whether a stored shard differs from what was gathered of it: written by whatever means, seen or not."""
+        if not self.gathered or self._stale:
+            return False
+        self.wait()
+        there = [stored for stored in self.gathers if stored not in self.vacated]
+        return self._seen != self._versions() or not all(stored.holds_its_shard() for stored in there)
+
+    def expire(self) -> None:
+        """What is gathered is out of date: the next request gathers again."""
+        self._stale = True
 
     def start(self, mode: str) -> None:
         """Begins to gather every W."""
@@ -158,47 +178,29 @@ class Unit:
             self.wait()
             stored.vacate()
             self.vacated.append(stored)
-        if stored.has_fresh:
-            self.ready.append(stored)
-            if self.uses and self._is_fair_share():
-                self.schedule.reduce(self, self.take_fresh(self.ready))
-                self.ready = []
-
-    def _is_fair_share(self) -> bool:
-        """Whether what is ready is worth a launch, and what is still to come another."""
-        every = self.trained_bytes
-        if FAIR_SHARE * sum(other.whole_bytes for other in self.ready) < every:
-            return False
-        waiting = {other.stored for other in self.uses if other.stored is not None and other.stored.trains}
-        return FAIR_SHARE * sum(other.whole_bytes for other in waiting) >= every
+        self.schedule.arrive(stored)
 
     def complete(self) -> None:
         """No living use is left in this backward: W is released, and what was deposited is reduced."""
         if self.gathered and not (self.open or self.busy or self.sharding.resident):
             self.release()
-        self.schedule.reduce(self, self.take_fresh(self.members))
-        self.ready = []
-        self._operations = {}
+        self.schedule.close(self)
         self._stale = self._stale or not self.schedule.accumulating  # a step of the optimizer comes next
+
+    def begin_backward(self) -> None:
+        """A backward begins: launches of one kind will be one logical operation of the trace."""
+        self._operations = {}
+        self.trained_bytes = sum(stored.whole_bytes for stored in self.members if stored.trains)
 
     def drop(self) -> None:
         """Forgets what an aborted backward left."""
-        self.busy, self.ready, self._operations = 0, [], {}
+        self.busy = 0
         for stored in self.members:
             stored.drop()
 
-    def take_fresh(self, members: Sequence[StoredParameter]) -> list[tuple[StoredParameter, torch.Tensor]]:
-        """What was deposited and is to be reduced now."""
-        if self.sharding.level in self.schedule.accumulating:
-            for stored in members:
-                stored.put_by()
-            return []
-        taken = [(stored, stored.take_fresh()) for stored in members]
-        return [(stored, fresh) for stored, fresh in taken if fresh is not None]
-
     def reduction(self, fresh: Sequence[tuple[StoredParameter, torch.Tensor]]) -> Iterator[Handles]:
         """Reduces and lands ``fresh``, a stage at a time: yields the handles that travel after each stage."""
-        results, operations = dict(fresh), self._operations  # complete() leaves them behind, this goes on
+        results, operations = dict(fresh), self._operations
         scatters: list[ScatteringTogether | ReducingTogether] = []
         for group, members in _by_group((stored.gather_group, stored) for stored, _ in fresh).items():
             pairs = [(results[stored], stored.new_gradient(results[stored])) for stored in members]

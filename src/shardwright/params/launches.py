@@ -1,0 +1,89 @@
+"""The launches of one backward: which gradients are reduced together, in an order that every rank keeps to.
+
+Ranks may finish their gradients in different orders, or miss some: a rank that used another expert, dropped an output,
+or takes another branch. A collective must be issued by all of them at the same place. So the order is settled when
+backward begins, and a launch waits for its turn; a gradient that is missing when its turn comes is a gradient of zero,
+and one that comes later is reduced at the end of backward. Sums are linear, so both are exact.
+
+| a launch is due when                                                            | it reduces                   |
+|---------------------------------------------------------------------------------|------------------------------|
+| it is not its group's last, and all of its gradients are there                  | a fair share of the group    |
+| its group's backward is over                                                    | what is left of the group    |
+| another rank has issued it already (heard before the next gather), or at the end | what is there, zeros for the rest |
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwright.sharding import FAIR_SHARE
+
+if TYPE_CHECKING:
+    from shardwright.params.stored import StoredParameter
+    from shardwright.params.unit import Unit
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Members of one parameter group whose gradients are reduced together. last: of that group in this backward."""
+
+    unit: Unit
+    members: tuple[StoredParameter, ...]
+    last: bool
+
+
+class Launches:
+    """``order``: the parameters whose gradients are expected, in the order that all ranks agreed on."""
+
+    def __init__(self, order: Sequence[StoredParameter]):
+        self._waiting = deque(_in_launches(order))
+        self._over: set[Unit] = set()
+        self.arrived: dict[StoredParameter, None] = {}
+        self.issued = 0
+
+    def arrive(self, stored: StoredParameter) -> None:
+        """The gradient of ``stored`` is whole, as far as is known."""
+        self.arrived.setdefault(stored)
+
+    def close(self, unit: Unit) -> None:
+        """The backward of ``unit`` is over."""
+        self._over.add(unit)
+
+    def close_all(self) -> None:
+        """Backward is over: nothing more is waited for."""
+        self._over.update(launch.unit for launch in self._waiting)
+
+    def pop_due(self, least: int = 0) -> Launch | None:
+        """The next launch, if its turn has come. least: so many are due, whatever has arrived."""
+        if not self._waiting:
+            return None
+        first = self._waiting[0]
+        there = not first.last and all(stored in self.arrived for stored in first.members)
+        if not (there or first.unit in self._over or self.issued < least):
+            return None
+        self.issued += 1
+        return self._waiting.popleft()
+
+
+def _in_launches(order: Sequence[StoredParameter]) -> list[Launch]:
+    """A group's gradients go in up to three launches: as soon as a fair share is ready and as much is still to come."""
+    left: dict[Unit, int] = {}
+    for stored in order:
+        left[stored.unit] = left.get(stored.unit, 0) + stored.whole_bytes
+    numbers = {unit: sum(stored.unit is unit for stored in order) for unit in left}
+    ready: dict[Unit, list[StoredParameter]] = {unit: [] for unit in left}
+    found: list[Launch] = []
+    for stored in order:
+        unit = stored.unit
+        ready[unit].append(stored)
+        left[unit] -= stored.whole_bytes
+        numbers[unit] -= 1
+        share = FAIR_SHARE * sum(other.whole_bytes for other in ready[unit])
+        fair = share >= unit.trained_bytes and FAIR_SHARE * left[unit] >= unit.trained_bytes
+        if fair or not numbers[unit]:
+            found.append(Launch(unit, tuple(ready[unit]), last=not numbers[unit]))
+            ready[unit] = []
+    return found

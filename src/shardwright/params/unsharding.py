@@ -1,0 +1,252 @@
+"""Unsharded parameters in modules that know nothing of the store: hooks gather them while a group's module runs.
+
+| when                       | what                                                                                |
+|----------------------------|-------------------------------------------------------------------------------------|
+| before the group's forward | gather; the module sees plain unsharded tensors, each a leaf of the graph           |
+| after it                   | the module has its DTensors back; W is released when the next group is asked for    |
+| backward reads W           | gather again (saved.py)                                                             |
+| gradient reaches a leaf    | it is deposited; when the group's inputs have theirs, its backward is over          |
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwright._errors import InputError
+from shardwright.params.saved import Handle, SavedWeights
+from shardwright.params.schedule import Schedule
+from shardwright.params.stored import StoredParameter
+from shardwright.params.unit import Unit, Use, Version
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a plain module uses a parameter: ``module.key``. unit: the name of the unit whose module that lies in."""
+
+    holder: str
+    module: nn.Module
+    key: str
+    stored: StoredParameter
+    unit: str
+
+
+class UnshardHooks:
+    """Unshards the parameters below one module while its forward runs, those aside that are unsharded already.
+
+    So a group's module unshards all, and what is inside does only when it is called by itself: in a recomputation.
+    """
+
+    def __init__(self, module: nn.Module, schedule: Schedule, saved: SavedWeights, places: Sequence[Place]):
+        self.places, self.schedule, self.saved = places, schedule, saved
+        self._releases = any(place.stored.releases for place in places)
+        self._calls: list[tuple[ModuleCall | None, bool]] = []
+        module.register_forward_pre_hook(self._unshard, with_kwargs=True)
+        module.register_forward_hook(self._reshard, always_call=True)
+
+    def _unshard(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        refuse_compile(module)
+        places = [place for place in self.places if place.key not in place.module.__dict__]
+        call = None
+        self._calls.append((None, False))
+        if places:
+            self.schedule.begin_call()
+            call = ModuleCall(places, self.saved)
+            self._calls[-1] = call, False
+            args, kwargs = call.watch(args, kwargs)
+            for place in places:
+                # found before the module's own parameters
+                place.module.__dict__[place.key] = call.unsharded(place.stored)
+        if self._releases:
+            self._calls[-1] = call, self.saved.push()
+        return args, kwargs
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        refuse_copy()
+
+    def _reshard(self, module: nn.Module, args: Any, output: Any) -> None:
+        call, pushed = self._calls.pop()
+        if pushed:
+            self.saved.pop()
+        if call is not None:
+            call.close(output)
+
+
+def refuse_copy() -> NoReturn:
+    """A copy of a sharded module would share its memory and its place among the ranks."""
+    raise InputError("deepcopy: found a sharded module; allowed: a copy made before that, or of its state_dict()")
+
+
+def refuse_compile(module: nn.Module) -> None:
+    """torch.compile traces a module's hooks, which gather memory that it would take for constant.
+
+    Where it gives a hook up, it runs the hook as it is, with an eye on what that calls.
+    """
+    if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+        raise InputError(
+            f"torch.compile: found sharded parameters in {type(module).__name__}; allowed: the model uncompiled, or "
+            "modules in it without parameters compiled by themselves"
+        )
+
+
+class ModuleCall:
+    """One forward of a group's module, and its backward.
+
+    The backward is over when every unsharded parameter has its gradient; at the latest when the inputs have theirs, for
+    then the parameters that have none were not used. Where nothing tells, the end of backward does.
+    """
+
+    def __init__(self, places: Sequence[Place], saved: SavedWeights):
+        self.places, self.saved = places, saved
+        self.units = list(dict.fromkeys(place.stored.unit for place in places))
+        self._expected: list[tuple[Unit, StoredParameter | None]] = []  # whose gradients are to come; None: the inputs'
+        self._versions: list[Version | None] = []
+        self._uses: dict[int, Use] = {}
+        self._handles: dict[StoredParameter, weakref.WeakSet[Handle]] = {}
+        self._entered = self._read = -1  # the backwards that this call has taken note of, and asked for W in
+        self._busy = False
+        self._replay = torch._C._current_graph_task_id() != -1  # inside a backward
+        self._wanted = torch.is_grad_enabled() and not self._replay
+        for unit in self.units:
+            unit.open += 1
+
+    def watch(self, args: Any, kwargs: Any) -> Any:
+        """The inputs, such that we hear when they have their gradients."""
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if self._wanted and places:
+            for place, tensor in zip(places, _Inputs.apply(self, *(leaves[i] for i in places)), strict=True):
+                leaves[place] = tensor
+            for unit in self.units:
+                self._expect(unit)
+        return tree_unflatten(leaves, spec)
+
+    def unsharded(self, stored: StoredParameter) -> torch.Tensor:
+        """The gathered W as a plain tensor, a leaf of the graph; its gradient is deposited in the store."""
+        whole = stored.lease()
+        if stored.releases:
+            self._handles[stored] = self.saved.lend(whole, stored, self)
+        if stored.parameter.requires_grad and torch.is_grad_enabled():
+            number = self._expect(stored.unit, stored)
+            whole = whole.detach().requires_grad_()
+            whole.register_post_accumulate_grad_hook(partial(self._deposit, stored, number))
+        return whole
+
+    def _expect(self, unit: Unit, stored: StoredParameter | None = None) -> int:
+        """Announces a gradient to come, of a parameter or of the inputs; the number by which it is heard of."""
+        number = len(self._expected)
+        self._expected.append((unit, stored))
+        self._versions.append(None if stored is None else stored.version)
+        if self._wanted:
+            self._uses[number] = unit.announce(stored)
+        return number
+
+    def close(self, output: Any) -> None:
+        """The forward is over."""
+        for place in self.places:
+            place.module.__dict__.pop(place.key, None)
+            self.saved.take_back(place.stored)
+        for unit in self.units:
+            unit.open -= 1
+        if torch.is_grad_enabled():
+            for tensor in tree_flatten(output)[0]:
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._on_output)
+
+    def _on_output(self, _: torch.Tensor) -> None:
+        """A gradient has reached an output."""
+        self.need_weights()
+
+    def _enter(self) -> bool:
+        """Takes note of the backward at work; whether this call still expects something of it."""
+        task = torch._C._current_graph_task_id()
+        if self._replay:
+            raise RuntimeError(
+                f"{self.units[0].name}: found a backward inside a backward, as of a checkpoint with "
+                "use_reentrant=True; allowed: use_reentrant=False"
+            )
+        if self._entered != task:
+            self._entered = task
+            for number, (unit, stored) in enumerate(self._expected):
+                if number not in self._uses:  # a second backward through a graph that was retained
+                    self._uses[number] = unit.announce(stored)
+            self.units[0].schedule.begin_backward(task)
+        return bool(self._uses)
+
+    def need_weights(self) -> None:
+        """W will be read by the backward at work: the first time, every group of the call is gathered."""
+        if not self._enter() or self._read == self._entered:
+            return
+        self._read = self._entered
+        for (_, stored), version in zip(self._expected, self._versions, strict=True):
+            if stored is not None and version is not None and not stored.releases:  # of others, handles check it
+                stored.check_unmodified(version)
+        self._busy = True
+        for unit in self.units:
+            unit.busy += 1
+            if unit.gathers:
+                unit.schedule.ask(unit, again=True)
+
+    def _deposit(self, stored: StoredParameter, number: int, leaf: torch.Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        if gradient.requires_grad:
+            raise RuntimeError(f"{stored.name}: found create_graph=True; allowed: gradients of first order")
+        self._enter()
+        stored.deposit(gradient, _is_alone(gradient))
+        use = self._uses.pop(number, None)
+        if use is None:
+            return
+        # beside the leaf, the store, and Python's object
+        read = _holders(leaf) > 3 or bool(self._handles.get(stored))
+        stored.unit.done(stored, use, read)
+        if not self._uses:
+            self.end()
+
+    def end(self) -> None:
+        """Nothing of this call is to come any more."""
+        for number, use in self._uses.items():
+            self._expected[number][0].uses.discard(use)
+        self._uses.clear()
+        for unit in self.units:
+            if self._busy:
+                unit.busy = max(0, unit.busy - 1)
+        self._busy = False
+        for unit in self.units:
+            if not unit.uses:
+                unit.complete()
+
+
+class _Inputs(torch.autograd.Function):
+    """The inputs as they are, which tell when they have their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ModuleCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.call.end()
+        return (None, *grads)
+
+
+def _is_alone(gradient: torch.Tensor) -> bool:
+    """Whether nobody else reads the memory of what the engine has just left in ``.grad``.
+
+    Where the engine did not copy, three hold the storage: its own tensor, ``.grad``, and the Python object here.
+    """
+    return gradient.untyped_storage().nbytes() == gradient.nbytes and _holders(gradient) <= 3
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many hold the tensor's storage: tensors, those that a graph has saved, and one for the look at it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
