@@ -155,23 +155,24 @@ class _Root:
     """
 
     def __init__(self, module: nn.Module, store: ParameterStore):
-        self.module, self.store, self.is_part = module, store, False
+        self.name, self.store, self.is_part = type(module).__name__, store, False
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse_copy()
 
     def begin(self, *_: Any) -> None:
-        refuse_compile(self.module)
+        refuse_compile(self.name)
         schedule = self.store.schedule
         if not schedule.inside:
             self.store.check_places()
             before = self.store.runtime.left_gathered
             other: _Root | None = None if before is None else before()
-            if other is not None and other is not self and other.store.schedule.awaits_backward:
+            follows = other is not None and other is not self and other.store.schedule.awaits_backward
+            self.is_part = schedule.begin_forward(self.is_part or follows)
+            if self.is_part and other is not None:
+                other.is_part = True
                 other.release()
-                self.is_part = other.is_part = True
             self.store.runtime.left_gathered = None
-            schedule.begin_forward()
         schedule.inside += 1
 
     def end(self, *_: Any) -> None:
@@ -284,7 +285,7 @@ def _place_all(
             inner._parameters[key] = stored.parameter
             store.watch(inner, key, stored, qualified)
             if inner not in own:
-                places.append(Place(name, inner, key, stored, _innermost(units, name) or ""))
+                places.append(Place(name, weakref.ref(inner), key, stored, _innermost(units, name) or ""))
     for parameter in replaced:
         retire(parameter)
     return places

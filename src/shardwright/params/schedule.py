@@ -112,16 +112,20 @@ class Schedule:
 
     # -- gathering
 
-    def begin_forward(self) -> None:
-        """A forward begins: what was gathered before and has been written since is out of date, on every rank."""
+    def begin_forward(self, is_part: bool = False) -> bool:
+        """A forward begins: what was gathered before and has been written since is out of date, on every rank.
+
+        Returns whether the model ``is_part`` of something larger for any rank.
+        """
         if torch._C._current_graph_task_id() != -1:
-            return  # a replay
+            return is_part  # a replay
         self.begin_pass()
         if not any(unit.gathers for unit in self.units):
-            return
+            return is_part
         written = [number for number, unit in enumerate(self.units) if unit.was_written()]
         if any(unit.communicates for unit in self.units):
-            answer = self._agree("begins a forward", written=written)
+            answer = self._agree("begins a forward", written=written, is_part=is_part)
+            is_part = any(said["is_part"] for said in answer.facts)
             written = sorted({number for said in answer.facts for number in said["written"]})
         for number in written:
             self.units[number].expire()
@@ -129,6 +133,7 @@ class Schedule:
             for unit in self.units:
                 if unit.sharding.resident and unit.gathers and not unit.current:
                     self._start(unit, "async")
+        return is_part
 
     @property
     def awaits_backward(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -48,7 +49,7 @@ class ParameterStore:
         self.mesh = mesh
         self.runtime = Runtime.of(mesh)
         self.schedule = Schedule(in_flight, unused_are_zeros)
-        self._places: list[tuple[nn.Module, str, StoredParameter, str]] = []
+        self._places: list[tuple[weakref.ref[nn.Module], str, StoredParameter, str]] = []
         self._sharding_of, self._unit_of = sharding_of, unit_of
         self._units: dict[str, Unit] = {}
 
@@ -68,14 +69,17 @@ class ParameterStore:
 
     def watch(self, module: nn.Module, key: str, stored: StoredParameter, qualified: str) -> None:
         """``module.key`` is ``stored``; ``check_places`` will look whether it still is."""
-        self._places.append((module, key, stored, qualified))
+        self._places.append((weakref.ref(module), key, stored, qualified))
 
     def check_places(self) -> None:
         """Parameters that were replaced are taken in, if they are stored alike.
 
         Raises InputError for any other, and for one that was converted to another element type.
         """
-        for module, key, stored, qualified in self._places:
+        for reference, key, stored, qualified in self._places:
+            module = reference()
+            if module is None:
+                continue
             found = module._parameters.get(key)
             if found is not stored.parameter or found.dtype != stored.stored_dtype:
                 stored.adopt(found, qualified)

@@ -30,13 +30,23 @@ from shardwright.params.unit import Unit, Use, Version
 
 @dataclass(frozen=True)
 class Place:
-    """Where a plain module uses a parameter: ``module.key``. unit: the name of the unit whose module that lies in."""
+    """Where a plain module uses a parameter: ``module.key``. unit: the name of the unit whose module that lies in.
+
+    The module holds the place by its hooks, so the place does not hold the module: who drops a model frees it.
+    """
 
     holder: str
-    module: nn.Module
+    reference: weakref.ref[nn.Module]
     key: str
     stored: StoredParameter
     unit: str
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which lives as long as somebody calls it."""
+        module = self.reference()
+        assert module is not None
+        return module
 
 
 class UnshardHooks:
@@ -53,7 +63,7 @@ class UnshardHooks:
         module.register_forward_hook(self._reshard, always_call=True)
 
     def _unshard(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        refuse_compile(module)
+        refuse_compile(type(module).__name__)
         places = [place for place in self.places if place.key not in place.module.__dict__]
         call = None
         self._calls.append((None, False))
@@ -85,14 +95,14 @@ def refuse_copy() -> NoReturn:
     raise InputError("deepcopy: found a sharded module; allowed: a copy made before that, or of its state_dict()")
 
 
-def refuse_compile(module: nn.Module) -> None:
+def refuse_compile(module: str) -> None:
     """torch.compile traces a module's hooks, which gather memory that it would take for constant.
 
     Where it gives a hook up, it runs the hook as it is, with an eye on what that calls.
     """
     if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
         raise InputError(
-            f"torch.compile: found sharded parameters in {type(module).__name__}; allowed: the model uncompiled, or "
+            f"torch.compile: found sharded parameters in {module}; allowed: the model uncompiled, or "
             "modules in it without parameters compiled by themselves"
         )
 
