@@ -19,7 +19,7 @@ from grids import EVEN, GRIDS, UNEVEN, named, world
 from ranks import drop, on_ranks
 from shardwright.cost import site_volume
 from shardwright.linear.product import check_supported
-from shardwright.params.initial import unfilled
+from shardwright.params.initial import Unfilled
 from shardwright.site import Linear, Site
 
 CUBE = {"i": 3, "j": 3, "l": 3}
@@ -331,7 +331,7 @@ def wide_layer(layout, axes):
         with torch.device("meta"):
             reference = torch.nn.Linear(k, n, bias=False)
         with FakeTensorMode():
-            source = unfilled(torch.device("cpu"))
+            source = Unfilled(torch.device("cpu"))
             (lin,) = sw.GridLinear.siblings([reference], layout, mesh, source=source)
             shape = lin.site.product.shape_in(m // axes["i"], lin.site.width)
             x = torch.empty(shape, requires_grad=True)

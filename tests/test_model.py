@@ -216,24 +216,6 @@ def test_dropped_graphs_and_aborted_backwards_leave_nothing():
     assert all(on_ranks(4, interleaved_and_dropped))
 
 
-def refusals():
-    plan = tiny.plan_of({"data": 1, "tensor": 1}, "replicate")
-    model, _ = tiny.build(plan)
-    ids = torch.zeros(12, 16, dtype=torch.int64)
-    lines = []
-    for extra in ({"attention_mask": torch.ones_like(ids)}, {"position_ids": ids}, {"logits_to_keep": 1}):
-        try:
-            model(input_ids=ids, **extra)
-        except sw.InputError as error:
-            lines.append(str(error))
-    return lines
-
-
-def test_what_would_be_silently_wrong_is_refused():
-    (lines,) = on_ranks(1, refusals)
-    assert [line.split(":")[0] for line in lines] == ["attention_mask", "position_ids", "logits_to_keep"]
-
-
 @pytest.mark.parametrize(
     ("axes", "changes", "settings", "words"),
     [

@@ -37,7 +37,7 @@ from reference import assert_same, both
 from shardwright._rehearse import stage
 from shardwright.layers import VocabParallelLoss
 from shardwright.linear.carrier import tokens_of
-from shardwright.params.initial import from_seed, unfilled
+from shardwright.params.initial import Unfilled, from_seed
 
 COLUMN = sw.GridLayout(n="tensor", x="sharded", save_x="shard")
 
@@ -76,7 +76,7 @@ def test_adapters_keep_no_gathered_norm_output():
         for wide, _ in pairs:
             wide.weight.requires_grad_(False)
         with FakeTensorMode():
-            source = unfilled(torch.device("cpu"))
+            source = Unfilled(torch.device("cpu"))
             sites = [sw.GridLinear.siblings(pair, COLUMN, mesh, source=source) for pair in pairs]
             xs = [torch.empty(1024, 4096, dtype=torch.bfloat16, device="cpu", requires_grad=True) for _ in range(64)]
             with sw.record(*sites[0], *sites[1]) as trace:
@@ -92,7 +92,7 @@ def test_a_tall_weight_on_a_grid_keeps_its_shard_and_gathers_one_tile():
         with torch.device("meta"):
             linear = nn.Linear(256, 1_000_000, bias=False)
         with FakeTensorMode():
-            (lin,) = sw.GridLinear.siblings([linear], layout, mesh, source=unfilled(torch.device("cpu")))
+            (lin,) = sw.GridLinear.siblings([linear], layout, mesh, source=Unfilled(torch.device("cpu")))
             x = torch.empty(lin.site.product.shape_in(32, lin.site.width), requires_grad=True)
             with sw.record(lin, x) as trace:
                 y = lin(x)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from shardwright import trace
 from shardwright._errors import InputError
 from shardwright.layers import GridDropout, VocabParallelLoss
 from shardwright.layers.loss import IGNORED
@@ -18,11 +21,38 @@ TOKENS = "shardwright_tokens"
 """The keyword by which a forward pass tells its blocks [batch, sequence], also when a block is replayed."""
 
 
+UNDERSTOOD = (
+    "input_ids", "labels", "shift_labels", "num_items_in_batch", "return_dict", "attention_mask", "position_ids"
+)  # fmt: skip
+"""Keywords of a forward pass that take effect."""
+
+OFF = ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep")
+"""Keywords that ask for something that is not done here; their values may be what asks for nothing."""
+
+
+def check_keywords(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """The token ids of a call of the model. Raises InputError for what it was given beside what is understood."""
+    if len(args) > 1:
+        raise InputError("forward: found positional arguments after input_ids; allowed: keyword arguments")
+    for name, value in kwargs.items():
+        if value is None or name in UNDERSTOOD:
+            continue
+        if name not in OFF:
+            raise InputError(f"{name}: found a value; allowed: nothing (a forward pass takes {', '.join(UNDERSTOOD)})")
+        if isinstance(value, torch.Tensor) or value:
+            raise InputError(f"{name}: found {'a tensor' if isinstance(value, torch.Tensor) else value}; allowed: none")
+    ids = args[0] if args else kwargs.get("input_ids")
+    if not isinstance(ids, torch.Tensor):
+        raise InputError(f"input_ids: found {type(ids).__name__}; allowed: a tensor of token ids [batch, sequence]")
+    return ids
+
+
 class CausalLoss:
     """Hugging Face's ``loss_function`` over this rank's logits."""
 
     def __init__(self, over_vocabulary: VocabParallelLoss):
         self.over_vocabulary = over_vocabulary
+        self._made: tuple[torch.Tensor, int] | None = None  # the loss of this forward pass, and its version
 
     def __call__(
         self,
@@ -31,41 +61,86 @@ class CausalLoss:
         vocab_size: int,
         num_items_in_batch: torch.Tensor | None = None,
         shift_labels: torch.Tensor | None = None,
-        **_: Any,
+        **more: Any,
     ) -> torch.Tensor:
-        """This rank's share of the mean loss. labels [B,S] name the tokens themselves, shift_labels the next ones."""
+        """This rank's share of the mean loss. labels [B,S] name the tokens themselves, shift_labels the next ones.
+
+        Raises InputError for a keyword that asks for another loss.
+        """
+        for name, value in more.items():
+            known = name in (TOKENS, "pad_token_id", *UNDERSTOOD, *OFF) or (name, value) == ("ignore_index", IGNORED)
+            if value is not None and not known:
+                raise InputError(f"loss: found {name}={value!r} from the model; allowed: the mean over all targets")
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
-        return self.over_vocabulary(logits, shift_labels, num_items_in_batch, vocab_size)
+        loss = self.over_vocabulary(logits, shift_labels, num_items_in_batch, vocab_size)
+        self._made = loss, loss._version
+        return loss
+
+    def check(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        """A forward hook of the model: the loss that it returns is the one made here, and nothing was added to it.
+
+        What a model adds (of its routers, of further heads) is no sum over ranks and micro-batches, as this loss is.
+        """
+        made, self._made = self._made, None
+        if output is None or kwargs.get("labels") is None:
+            return
+        found = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+        if made is None or found is not made[0]:
+            what = "none" if found is None else "a loss of the model's own"
+        elif found._version != made[1]:
+            what = "a loss to which the model adds another"
+        else:
+            return
+        raise InputError(
+            f"{type(module).__name__}: found {what}; allowed: what loss_function gives (output_router_logits: false)"
+        )
 
 
 class BeginForward:
-    """Before the model: what would be silently wrong is refused, and the shape of the batch is told.
+    """Before a model with sites: keywords are checked, and the shape of the batch is told.
 
-    head: the site of the logits, where the model has sites.
+    A mask of ones and the positions 0 … S−1, as collators send them, say what holds anyway: they are looked at, and
+    left away. On an accelerator the look waits for the device; who leaves them out does not wait. Fake tensors have
+    nothing to look at, so a rehearsal refuses them.
+
+    head: the site of the logits.
     """
 
-    def __init__(self, shape: TokenShape, head: SiteProduct | None):
+    def __init__(self, shape: TokenShape, head: SiteProduct):
         self.shape, self.head = shape, head
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for name in ("attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "cache", "past_key_values"):
-            if kwargs.get(name) is not None:
-                raise InputError(
-                    f"{name}: found a value; allowed: nothing in this version (pad on the right with labels of -100, "
-                    "and do not pack)"
-                )
-        if len(args) > 1:
-            raise InputError("forward: found positional arguments after input_ids; allowed: keyword arguments")
-        keep = kwargs.get("logits_to_keep")
-        if isinstance(keep, torch.Tensor) or keep:
-            raise InputError("logits_to_keep: found a value; allowed: nothing, since tokens are split")
-        ids = args[0] if args else kwargs["input_ids"]
-        if self.head is None:
-            return None
-        self.shape.batch, self.shape.sequence = ids.shape
+        ids = check_keywords(args, kwargs)
+        batch, sequence = ids.shape
+        kept = {name: value for name, value in kwargs.items() if name not in ("attention_mask", "position_ids")}
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if mask is not None and not _holds(mask, 1, [(batch, sequence)]):
+            raise InputError(
+                f"attention_mask: found {_seen(mask)}; allowed: ones [{batch}, {sequence}] (pad on the right with "
+                "labels of -100)"
+            )
+        if positions is not None:
+            usual = torch.arange(sequence, device=positions.device)
+            if not _holds(positions, usual, [(batch, sequence), (1, sequence), (sequence,)]):
+                raise InputError(f"position_ids: found {_seen(positions)}; allowed: 0 to {sequence - 1} in every row")
+        self.shape.batch, self.shape.sequence = batch, sequence
         self.head.tokens = ids.shape.numel()
-        return args, {**kwargs, TOKENS: tuple(ids.shape)}
+        return args, {**kept, TOKENS: (batch, sequence)}
+
+
+def _holds(tensor: Any, values: Any, shapes: list[tuple[int, ...]]) -> bool:
+    """Whether the tensor has one of the shapes, and these values throughout."""
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tuple(tensor.shape) not in shapes:
+        return False
+    with trace.quiet(), torch.no_grad():
+        return bool((tensor == values).all())
+
+
+def _seen(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{list(tensor.shape)} of {'no' if isinstance(tensor, FakeTensor) else 'other'} values"
 
 
 class EndForward:

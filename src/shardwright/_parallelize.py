@@ -57,7 +57,7 @@ from shardwright.models.build import DTYPES
 from shardwright.models.positions import check_positions
 from shardwright.params import ParameterStore
 from shardwright.params.buffers import fill_buffers
-from shardwright.params.initial import Source, from_seed, from_values, in_dtype, retype
+from shardwright.params.initial import InDtype, Source, from_seed, from_values, retype
 from shardwright.params.lending import units_of
 from shardwright.params.random import key_of
 from shardwright.sharding import Sharding
@@ -166,7 +166,7 @@ def _stored_source(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | No
     """``source``, or the default one, in the element type in which the plan stores parameters."""
     dtype = DTYPES[plan.stored_dtype]
     retype(model, dtype)  # so that what is drawn is drawn in it
-    return in_dtype(source or _default_source(model, mesh, plan), dtype)
+    return InDtype(source or _default_source(model, mesh, plan), dtype)
 
 
 def _default_source(model: Any, mesh: DeviceMesh, plan: Plan) -> Source:
@@ -219,7 +219,7 @@ class _Conversion:
         self._norm(family.final_norm, self.stream, self.stream_features)
         for name in family.dropouts:
             self._dropout(name)
-        fill_buffers(model, torch.device(self.mesh.device_type))
+        fill_buffers(model, torch.device(self.mesh.device_type), self.seed, self.source)
         self._loss()
         model.config.use_cache = False
         model.config._attn_implementation = attention.register()
@@ -387,3 +387,4 @@ class _Conversion:
         batch, split = self.plan.batch_axes, self._within_batch(layout.output_token_axes)
         loss = VocabParallelLoss(self.mesh, layout.output_feature_axes, batch, split.axes)
         self.model.loss_function = CausalLoss(loss)
+        self.model.register_forward_hook(self.model.loss_function.check, with_kwargs=True, always_call=True)

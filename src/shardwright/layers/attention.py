@@ -1,8 +1,8 @@
 """Causal attention over this rank's heads, registered with Hugging Face under a name of our own.
 
 Hugging Face's own entries build masks and expand keys when they see fake tensors, and not when they see real ones; an
-entry without a mask function is called the same way in both. It therefore does causality and windows itself, and what
-it cannot do is refused before the step begins (see _parallelize.py): padding masks and packed positions.
+entry without a mask function is called the same way in both. It therefore does causality and windows itself. What it
+is told beside them is refused by name, unless it is known to change nothing here.
 
 | case                       | how                                        | saved for backward                        |
 |----------------------------|--------------------------------------------|-------------------------------------------|
@@ -13,13 +13,21 @@ it cannot do is refused before the step begins (see _parallelize.py): padding ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface
 
+from shardwright._errors import InputError
+
 NAME = "shardwright"
+
+UNREAD = ("position_ids", "shift_labels", "num_items_in_batch", "labels", "return_dict")
+"""Keywords of the whole forward pass that models hand down to attention, which acts on none of them."""
+
+OFF = ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits")
+"""Keywords that may say that something is not asked for."""
 
 
 def causal_attention(
@@ -32,13 +40,21 @@ def causal_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B,H,S,d], key and value [B,H_kv,S,d] with H a multiple of H_kv → [B,S,H,d].
 
     sliding_window: a token sees itself and the window − 1 tokens before it. softcap: scores become c · tanh(s / c).
     dropout: the probability; its mask comes from ``module.score_dropout``, which parallelize puts there.
+
+    Raises InputError for a mask, for attention that is not causal, and for any other keyword that is not understood.
     """
+    _check_understood(more)
+    if attention_mask is not None:
+        raise InputError("attention: found attention_mask; allowed: causal attention and windows, without a mask")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise InputError("attention: found is_causal=False; allowed: causal attention")
     length = query.shape[-2]
     windowed = sliding_window is not None and sliding_window < length
     if softcap is None and not dropout:
@@ -52,6 +68,13 @@ def causal_attention(
         visible = _visible(length, sliding_window if windowed else None, query.device)
         mixed = _written_out(query, key, value, visible, scaling or query.shape[-1] ** -0.5, softcap, drop)
     return mixed.transpose(1, 2), None
+
+
+def _check_understood(keywords: Mapping[str, Any]) -> None:
+    for name, value in keywords.items():
+        if value is None or name in UNREAD or (name in OFF and value is False):
+            continue
+        raise InputError(f"attention: found {name}; allowed: causal attention and windows, soft caps and dropout")
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:

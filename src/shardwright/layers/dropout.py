@@ -12,7 +12,8 @@ the whole tensor: equal where a tensor is replicated, different where it is spli
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +85,28 @@ class GridDropout(nn.Module):
             raise RuntimeError(f"dropout: found a replay of a call before the last {REMEMBERED}; allowed: fewer ahead")
         # Made after every node that waits for replayed values: nobody reads this result.
         return 0
+
+
+class ForwardDraws(nn.Module):
+    """What a model's own code draws in a training forward: from a generator state of the key and the call's number.
+
+    So dropout and router noise of code that is not ours follow the plan's seed, a resumed run continues them, and a
+    replay, whose checkpoint keeps the generator's state, repeats them. key: of seed and data rank. ``calls`` counts
+    training calls. The state that others draw from is as it was afterwards.
+    """
+
+    def __init__(self, key: int, device: torch.device):
+        super().__init__()
+        self.key, self.calls = key, 0
+        self._devices = [] if device.type == "cpu" else [device]
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """One training call."""
+        with torch.random.fork_rng(self._devices):
+            torch.manual_seed(fold(self.key, self.calls))
+            self.calls += 1
+            yield
 
 
 class _Drop(torch.autograd.Function):

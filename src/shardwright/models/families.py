@@ -6,11 +6,14 @@ from typing import Any
 
 from shardwright._errors import InputError
 from shardwright.models import gemma2, gpt2, llama, mistral, phi, qwen2, qwen3
-from shardwright.models.family import Family
+from shardwright.models.family import Family, refuse
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY for module in (gemma2, gpt2, llama, mistral, phi, qwen2, qwen3)
 }
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Kinds of attention that layers/attention.py does."""
 
 
 def has_rule(config: Any) -> bool:
@@ -26,5 +29,16 @@ def family_of(config: Any) -> Family:
             "(another runs with its linears unsplit where the plan says fallback: true)"
         )
     family = FAMILIES[config.model_type]
+    _check_attention(config)
     family.check(config)
     return family
+
+
+def _check_attention(config: Any) -> None:
+    """Raises InputError where attention is neither causal nor over a window before each token."""
+    for number, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in LAYER_TYPES:
+            raise InputError(f"layer_types.{number}: found {kind!r}; allowed: {', '.join(LAYER_TYPES)}")
+    refuse(config, "is_causal", True)
+    if getattr(config, "use_bidirectional_attention", None):
+        refuse(config, "use_bidirectional_attention", False)

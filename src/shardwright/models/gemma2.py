@@ -3,17 +3,8 @@
 The soft cap of the logits is elementwise, so Hugging Face's code does it on this rank's part of the vocabulary.
 """
 
-from typing import Any
-
 from shardwright.models import decoder
-from shardwright.models.family import Family, refuse
-
-
-def check(config: Any) -> None:
-    """Attention must be causal."""
-    if getattr(config, "use_bidirectional_attention", None):
-        refuse(config, "use_bidirectional_attention", False)
-
+from shardwright.models.family import Family
 
 FAMILY = Family(
     model_type="gemma2",
@@ -25,5 +16,4 @@ FAMILY = Family(
         "post_feedforward_layernorm",
     ),
     norm_from_one=True,
-    check=check,
 )

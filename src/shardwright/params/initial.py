@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,14 +34,17 @@ def from_values(module: nn.Module, name: str, cut: Cut) -> torch.Tensor:
     return cut.of(getattr(module, name))
 
 
-def in_dtype(source: Source, dtype: torch.dtype) -> Source:
+@dataclass(frozen=True)
+class InDtype:
     """What ``source`` gives, floating-point values cast to ``dtype``: exact to a wider type, else rounded once."""
 
-    def cast(module: nn.Module, name: str, cut: Cut) -> torch.Tensor:
-        shard = source(module, name, cut)
-        return shard.to(dtype) if shard.is_floating_point() else shard
+    source: Source
+    dtype: torch.dtype
 
-    return cast
+    def __call__(self, module: nn.Module, name: str, cut: Cut) -> torch.Tensor:
+        """This rank's shard of ``module.name``."""
+        shard = self.source(module, name, cut)
+        return shard.to(self.dtype) if shard.is_floating_point() else shard
 
 
 def retype(model: nn.Module, dtype: torch.dtype) -> None:
@@ -51,13 +55,15 @@ def retype(model: nn.Module, dtype: torch.dtype) -> None:
                 parameter.data = parameter.data.to(dtype)
 
 
-def unfilled(device: torch.device) -> Source:
-    """Memory without values, for a rehearsal."""
+@dataclass(frozen=True)
+class Unfilled:
+    """The source of memory without values: a rehearsal has none, and a resumed run's come from its checkpoint."""
 
-    def source(module: nn.Module, name: str, cut: Cut) -> torch.Tensor:
-        return torch.empty(cut.local_shape, dtype=getattr(module, name).dtype, device=device)
+    device: torch.device
 
-    return source
+    def __call__(self, module: nn.Module, name: str, cut: Cut) -> torch.Tensor:
+        """The memory of this rank's shard."""
+        return torch.empty(cut.local_shape, dtype=getattr(module, name).dtype, device=self.device)
 
 
 def from_seed(

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from shardwright._errors import InputError
-from shardwright.params.initial import Source
 from shardwright.params.pieces import boxes
 from shardwright.params.placement import Cut
 from shardwright.params.tensor_file import kind_of, open_tensors, read_box
@@ -25,6 +24,9 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 """The file of all weights, or the one that tells which file holds which."""
 
 CPU = torch.device("cpu")
+
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its parameters or buffers."""
 
 
 class _Saved(NamedTuple):
@@ -36,28 +38,44 @@ class _Saved(NamedTuple):
     shape: tuple[int, ...]
 
 
-def from_safetensors(directory: str | Path, names: Mapping[nn.Module, str], device: torch.device = CPU) -> Source:
+class SavedWeights:
+    """The source of shards that are read from files, and the persistent buffers in those files."""
+
+    def __init__(self, found: Mapping[Place, _Saved], device: torch.device):
+        self._found, self._device = found, device
+
+    def __call__(self, module: nn.Module, name: str, cut: Cut) -> torch.Tensor:
+        """This rank's shard of ``module.name``."""
+        weight = self._found[module, name]
+        shard = torch.empty(cut.local_shape, dtype=getattr(module, name).dtype, device=self._device)
+        with open_tensors(weight.file) as file:
+            for whole, mine in boxes(cut):
+                shard[mine.slices] = read_box(file, weight.key, whole).to(self._device)
+        return shard
+
+    def buffers(self) -> dict[Place, torch.Tensor]:
+        """(module, name) → the saved values of each persistent buffer, whole."""
+        whole = {
+            place: Cut(weight.shape, tuple(((0, length),) for length in weight.shape))
+            for place, weight in self._found.items()
+            if place[1] in place[0]._buffers
+        }
+        return {(module, name): self(module, name, cut) for (module, name), cut in whole.items()}
+
+
+def from_safetensors(directory: str | Path, names: Mapping[nn.Module, str], device: torch.device = CPU) -> SavedWeights:
     """The weights in a Hugging Face directory, converted to the parameters' own floating-point types.
 
     names: qualified module names of the whole model, before anything is changed. Of the names of a tied parameter one
-    must be there. Names may lack the prefix of the base model (``transformer.`` of GPT-2).
+    must be there. Names may lack the prefix of the base model (``transformer.`` of GPT-2). Persistent buffers are read
+    too (params/buffers.py puts them into the model).
 
-    Raises InputError, one line that names the weight, before any value is read: for a parameter that is missing or has
-    another shape, and for a weight that is no parameter and that Hugging Face's model does not ignore either.
+    Raises InputError, one line that names the weight, before any value is read: for a parameter or persistent buffer
+    that is missing or has another shape, and for a weight that is neither and that Hugging Face's model does not
+    ignore either.
     """
     directory = Path(directory)
-    saved = _saved_in(directory)
-    found = _matched(directory, saved, names)
-
-    def source(module: nn.Module, name: str, cut: Cut) -> torch.Tensor:
-        weight = found[module, name]
-        shard = torch.empty(cut.local_shape, dtype=getattr(module, name).dtype, device=device)
-        with open_tensors(weight.file) as file:
-            for whole, mine in boxes(cut):
-                shard[mine.slices] = read_box(file, weight.key, whole).to(device)
-        return shard
-
-    return source
+    return SavedWeights(_matched(directory, _saved_in(directory), names), device)
 
 
 def _saved_in(directory: Path) -> dict[str, _Saved]:
@@ -97,20 +115,21 @@ def _keys_by_file(index: Path) -> dict[str, list[str]]:
     return found
 
 
-def _matched(
-    directory: Path, saved: Mapping[str, _Saved], names: Mapping[nn.Module, str]
-) -> dict[tuple[nn.Module, str], _Saved]:
-    """(module, parameter name) → its weight."""
+def _matched(directory: Path, saved: Mapping[str, _Saved], names: Mapping[nn.Module, str]) -> dict[Place, _Saved]:
+    """(module, name of a parameter or persistent buffer) → its weight."""
     root = next((module for module, name in names.items() if not name), None)
     prefix = f"{getattr(root, 'base_model_prefix', '')}."
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    parameters: dict[int, nn.Parameter] = {}
+    holders: dict[int, list[Place]] = {}
+    tensors: dict[int, torch.Tensor] = {}
     for module in names:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append((module, name))
-                parameters[id(parameter)] = parameter
-    found: dict[tuple[nn.Module, str], _Saved] = {}
+        lasting = {
+            name: value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set
+        }
+        for name, tensor in (module._parameters | lasting).items():
+            if tensor is not None:
+                holders.setdefault(id(tensor), []).append((module, name))
+                tensors[id(tensor)] = tensor
+    found: dict[Place, _Saved] = {}
     missing, used = list[str](), set[str]()
     for identity, places in holders.items():
         qualified = [f"{names[module]}.{name}".removeprefix(".") for module, name in places]
@@ -119,7 +138,7 @@ def _matched(
             missing.append(qualified[0])
             continue
         used |= set(keys)
-        _check(saved[keys[0]], parameters[identity])
+        _check(saved[keys[0]], tensors[identity])
         found |= dict.fromkeys(places, saved[keys[0]])
     if missing:
         more = f" (nor of {len(missing) - 1} others)" if len(missing) > 1 else ""
@@ -131,7 +150,7 @@ def _matched(
     return found
 
 
-def _check(weight: _Saved, parameter: nn.Parameter) -> None:
+def _check(weight: _Saved, parameter: torch.Tensor) -> None:
     if weight.shape != tuple(parameter.shape):
         raise InputError(
             f"{weight.file}: {weight.key}: found {list(weight.shape)}; allowed: {list(parameter.shape)}, as the "
@@ -139,7 +158,8 @@ def _check(weight: _Saved, parameter: nn.Parameter) -> None:
         )
     if weight.dtype is None or weight.dtype.is_floating_point != parameter.dtype.is_floating_point:
         found = "an unknown element type" if weight.dtype is None else str(weight.dtype).removeprefix("torch.")
-        raise InputError(f"{weight.file}: {weight.key}: found {found}; allowed: floating-point values")
+        kind = "floating-point" if parameter.dtype.is_floating_point else "whole"
+        raise InputError(f"{weight.file}: {weight.key}: found {found}; allowed: {kind} values")
 
 
 def _ignored(key: str, root: nn.Module | None) -> bool:

@@ -23,7 +23,7 @@ from shardwright._rehearse import stage
 from shardwright.comm.bins import Bins
 from shardwright.comm.bucket import Load
 from shardwright.models import Family, family_of
-from shardwright.params.initial import unfilled
+from shardwright.params.initial import Unfilled
 from shardwright.planner.runs import Run, kinds, plan_of_blocks, runs, shortened
 from shardwright.planner.segments import Names
 from shardwright.trace.fake import ShortFakeMode
@@ -106,7 +106,7 @@ def _loads(
     with stage(plan, rank) as mesh:
         model = models.build_meta(few, plan.stored_dtype)
         with ShortFakeMode():
-            schedule = put(model, mesh, of_few, source=unfilled(torch.device("cpu"))).parameter_store.schedule
+            schedule = put(model, mesh, of_few, source=Unfilled(torch.device("cpu"))).parameter_store.schedule
             for unit in schedule.units:
                 block = Names(family.blocks).block(unit.name)
                 if block is not None:

@@ -9,6 +9,8 @@ constants, at a price that a rehearsal of thousands of operators pays for nothin
 | that makes new tensors                    | that kernel the first time; then, for equal arguments, from memory   |
 | that writes into a tensor                 | the same; what is remembered is which tensor it gives back           |
 | that makes an empty one, or zeros or ones | FakeTensorMode the first time; then, for equal arguments, from memory|
+| a grouped product that is not in bfloat16 | here: torch's rule for it knows no other element type                |
+| the gradient of softplus                  | here: torch's rule lays it out in another order                      |
 | of any other kind, or on anything else    | FakeTensorMode                                                       |
 
 The kernel for the meta device checks shapes as the real one does, once for each set of arguments.
@@ -20,8 +22,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from shardwright._errors import InputError
 
 _aten = torch.ops.aten
 _FOR_SYMBOLS_ONLY = frozenset(
@@ -46,6 +51,8 @@ _CONSTRUCTORS = frozenset(
         _aten.zeros_like.default,
     }
 )
+_GROUPED, _SOFTPLUS_BACKWARD = _aten._grouped_mm.default, _aten.softplus_backward.default
+
 _USUAL, _ASKED, _KNOWN, _NEW = range(4)
 """How an operator is answered."""
 
@@ -62,6 +69,11 @@ class ShortFakeMode(FakeTensorMode):
         self._known: dict[Any, _Answer] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _GROUPED and args[0].dtype is not torch.bfloat16:
+            return _grouped_product(*args, **(kwargs or {}))
+        if func is _SOFTPLUS_BACKWARD:
+            shape, strides = args[0].shape, compute_elementwise_output_strides(args[0], args[1])
+            return args[0].new_empty_strided(shape, strides)
         way = self._way_of.get(func)
         if way is None:
             way = self._way_of[func] = _way(func)
@@ -128,6 +140,29 @@ def _way(func: Any) -> int:
     writes = any(argument.is_write for argument in func._schema.arguments)
     views = not writes and any(returned.alias_info is not None for returned in func._schema.returns)
     return _ASKED if views or func.namespace == "c10d" else _KNOWN
+
+
+def _grouped_product(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *rest: Any, **more: Any
+) -> torch.Tensor:
+    """The memory of a grouped product: rows of a [S,K] by groups times b [G,K,N], or columns of a [M,S] times b [S,N].
+
+    Rows of the result begin at multiples of 16 bytes; so must those of a and b, or torch's kernel refuses them.
+    """
+    if any(value is not None for value in (*rest, *more.values())) or a.dim() != 2 or offs is None:
+        raise InputError(
+            f"grouped product: found {a.dim()} by {b.dim()} dimensions; allowed: groups of rows or columns"
+        )
+    unit = 16 // a.element_size()
+    for each in (a, b):
+        pitch = max(each.stride()[-2:])
+        if pitch % unit:
+            raise InputError(f"grouped product: found rows of {pitch} elements; allowed: multiples of 16 bytes")
+    pitch = -(-b.shape[-1] // unit) * unit
+    if b.dim() == 3:
+        return a.new_empty_strided((a.shape[0], b.shape[-1]), (pitch, 1))
+    rows = a.shape[0]
+    return a.new_empty_strided((offs.shape[0], rows, b.shape[-1]), (rows * pitch, pitch, 1))
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:

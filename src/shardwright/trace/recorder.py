@@ -27,6 +27,9 @@ _BOOKKEEPING = ("prim", "profiler")  # questions about fake tensors, and labels 
 _DEVICE = torch.ops.prim.device.default
 """C++ asks a fake tensor for its device more often than it does anything else."""
 
+_LIFT = torch.ops.aten.lift_fresh.default
+"""Takes in a tensor that was made of numbers."""
+
 _RANK_OF = {category: rank for rank, category in enumerate(CATEGORIES)}
 
 
@@ -271,6 +274,12 @@ class Recorder(TorchDispatchMode):
         name = self._op_names.get(func)
         if name is None:
             name = self._op_names[func] = str(func)
+        if func is _LIFT and self._fake and not isinstance(args[0], FakeTensor):
+            # A constant of the program. A fake one takes the place of the real one, which is seen by nobody else.
+            result = func(*args, **kwargs)
+            self._own(result, "input", module, "")
+            self.events.append(Op(self.step, self.phase, module, name, (tuple(args[0].shape),)))
+            return result
         shapes: list[tuple[int, ...]] = []
         for tensor in _tensors(args):
             shapes.append(tuple(tensor.shape))

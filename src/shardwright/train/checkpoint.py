@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright._errors import InputError
-from shardwright.layers import GridDropout
+from shardwright.layers import ForwardDraws, GridDropout
 from shardwright.models.names import named_tensors
 from shardwright.params.tensor_file import DTYPES
 from shardwright.step import FusedAdamW
@@ -111,8 +111,8 @@ def _remove_old(directory: Path, newest: Path, keep: int) -> None:
 # Names
 
 
-def _dropouts(model: nn.Module) -> list[tuple[str, GridDropout]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, GridDropout)]
+def _dropouts(model: nn.Module) -> list[tuple[str, GridDropout | ForwardDraws]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, (GridDropout, ForwardDraws))]
 
 
 def _tensors(model: nn.Module, optimizer: FusedAdamW | None) -> dict[str, Any]:

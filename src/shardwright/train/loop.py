@@ -126,7 +126,7 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
     from shardwright import models
     from shardwright._parallelize import parallelize
     from shardwright.models.export import ExportedTokenizer, save_pretrained
-    from shardwright.params.initial import Source, unfilled
+    from shardwright.params.initial import Source, Unfilled
     from shardwright.params.pretrained import from_safetensors
     from shardwright.step import TrainStep, record_steps
     from shardwright.train.checkpoint import latest, load, save
@@ -169,7 +169,7 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
     model = models.build_meta(config, plan.stored_dtype)
     source: Source | None = None
     if resumed:
-        source = unfilled(device)  # every value comes from the checkpoint
+        source = Unfilled(device)  # every value comes from the checkpoint
     elif run.weights_dir is not None:
         source = from_safetensors(run.weights_dir, {module: name for name, module in model.named_modules()}, device)
     model = parallelize(model, mesh, plan, source)

@@ -1,0 +1,289 @@
+"""Models without a rule table: their own code, loss and gradients; what is stated takes effect or is refused."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+import dense
+import ranks
+import shardwright as sw
+import tiny
+from ranks import on_ranks
+from reference import assert_same
+from shardwright import models
+from shardwright._rehearse import rehearse
+from shardwright.params import cut
+from shardwright.params.random import fold
+from shardwright.step import record_steps
+from unruled import FAMILIES, REFUSED
+
+BATCH, SEQUENCE = 4, 11
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once():
+    """Families are loaded here, and ranks forked afterwards: no rank loads them again."""
+    for family in map(model_type_to_module_name, FAMILIES):
+        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    ranks.drop(2)
+    ranks.drop(1)
+
+
+def path_of(family, **changes):
+    return tiny.write_config({"model_type": family, **FAMILIES[family], **changes})
+
+
+def plan_of(path, ranks=1, **changes):
+    changes = {"batch": BATCH, "sequence": SEQUENCE, "fallback": True, **changes}
+    return tiny.plan_of({"data": ranks}, "replicate", path, **changes)
+
+
+def numbers(seed):
+    return torch.randint(3, 40, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+
+
+def rows_of(mesh, whole):
+    """This rank's rows of a batch."""
+    place = sw.Runtime.of(mesh).group(("data",))
+    return whole.chunk(place.size)[place.index].clone()
+
+
+def dense_of(model, path, attention="eager"):
+    """The unmodified model with the values of a parallelized one."""
+    config = models.load_config(path)
+    config.use_cache = False
+    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    whole = {
+        name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in model.state_dict().items()
+    }
+    reference.load_state_dict(whole)
+    return reference.train()
+
+
+def errors_of(model, mesh, reference, **more):
+    """The largest errors of loss and gradients of a training forward, against the reference on the whole batch."""
+    ids, labels = numbers(1), numbers(2)
+    labels[:, 2:4] = -100
+    if "attention_mask" in more:
+        labels[more["attention_mask"] == 0] = -100
+    count, own = (labels != -100).sum(), rows_of(mesh, labels)
+    given = {name: rows_of(mesh, value) for name, value in more.items()}
+    ours = rows_of(mesh, ids)
+    loss = model(input_ids=ours, labels=own, shift_labels=own, num_items_in_batch=count, **given).loss
+    loss.backward()
+    logits = reference(input_ids=ids, **more).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    expected.backward()
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    errors = {"loss": dense.error(total, expected)}
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        local = torch.zeros_like(ours.to_local()) if ours.grad is None else ours.grad.to_local()
+        scale = max(1e-3, wanted.abs().max().item())
+        if local.numel():
+            errors[name] = dense.error(local, cut(wanted, ours.device_mesh, ours.placements)) / scale
+    model.zero_grad()
+    return errors
+
+
+def against_own_code(path, plan):
+    model, mesh = tiny.build(plan, path)
+    step = sw.TrainStep(model, mesh, plan)
+    _, trace = record_steps(step, [[(rows_of(mesh, numbers(3)), rows_of(mesh, numbers(4)))]])
+    return errors_of(model, mesh, dense_of(model, path)), trace
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_by_its_own_code_and_rehearsed(family):
+    """Loss and every gradient on two ranks; the rehearsal has the run's events and peaks."""
+    path = path_of(family)
+    plan = plan_of(path, 2, params={"*": "parameters"})
+    runs = on_ranks(2, against_own_code, path, plan)
+    for errors, _ in runs:
+        assert max(errors.values()) <= 1e-5, max(errors, key=errors.get)
+    rank = list(FAMILIES).index(family) % 2
+    assert_same(rehearse(path, plan, rank=rank, steps=1), runs[rank][1])
+
+
+# What is stated takes effect, or is refused
+
+
+def refused(path, plan, words):
+    with pytest.raises(sw.InputError, match=words) as caught:
+        rehearse(path, plan)
+    assert len(str(caught.value)) <= 300 and "\n" not in str(caught.value) and "allowed: " in str(caught.value)
+
+
+def given(path, plan, more):
+    try:
+        model, mesh = tiny.build(plan, path)
+        return errors_of(model, mesh, dense_of(model, path), **more)
+    except sw.InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_whose_code_does_not_fit_are_refused(family):
+    fields, words = REFUSED[family]
+    path = tiny.write_config({"model_type": family, **fields})
+    (line,) = on_ranks(1, given, path, plan_of(path), {})
+    assert words in line and len(line) <= 300 and "allowed: " in line
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout", "changes", "words"),
+    [
+        ({"data": 2, "tensor": 2}, "replicate", {}, "mesh: found 2 ranks on 'tensor'; allowed: axes that split the"),
+        ({"data": 2, "tensor": 1}, "sequence-parallel", {}, r"layouts.\*: found sequence-parallel; allowed: replicate"),
+        ({"data": 2}, sw.GridLayout(m="data", w="sharded"), {}, r"layouts.\*: found .*; allowed: replicate"),
+        ({"data": 2}, "replicate", {"recompute": {"model.layer.*": "block"}}, "recompute"),
+        ({"data": 3}, "replicate", {}, "batch: found 4; allowed: a multiple of data = 3"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(axes, layout, changes, words):
+    path = path_of("olmoe")
+    try:
+        plan = tiny.plan_of(axes, layout, path, batch=BATCH, sequence=SEQUENCE, fallback=True, **changes)
+    except sw.InputError:
+        pytest.fail("the plan itself is fine")
+    refused(path, plan, words)
+
+
+def test_code_that_looks_at_values_cannot_be_rehearsed():
+    fields = {
+        **FAMILIES["deepseek_v3"],
+        "num_layers": 1,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "moe_topk": 2,
+        "zero_expert_num": 1,
+    }
+    path = tiny.write_config({"model_type": "longcat_flash", **fields})
+    refused(path, plan_of(path), "rehearse: found aten.nonzero.default, whose result depends on values; allowed: ")
+
+
+def test_losses_of_routers_are_refused():
+    """They are means over the tokens of one rank, and no shares of a sum."""
+    path = path_of("mixtral", output_router_logits=True)
+    refused(path, plan_of(path), "found a loss to which the model adds another; allowed: ")
+
+
+def test_masks_and_positions_reach_the_models_own_code():
+    """Padding on either side, and documents packed by positions: as eager attention has it."""
+    mask = torch.ones(BATCH, SEQUENCE, dtype=torch.int64)
+    mask[0, :4], mask[1, 6:] = 0, 0
+    packed = torch.cat([torch.arange(5), torch.arange(SEQUENCE - 5)]).expand(BATCH, -1)
+    for family in ("gpt_oss", "starcoder2"):
+        path = path_of(family)
+        for more in ({"attention_mask": mask}, {"position_ids": packed}, {"attention_mask": torch.ones_like(mask)}):
+            for errors in on_ranks(2, given, path, plan_of(path, 2), more):
+                assert max(errors.values()) <= 1e-5, errors
+
+
+def test_keywords_that_the_models_code_would_swallow_are_refused():
+    for family, name in (("starcoder2", "cu_seq_lens_q"), ("bloom", "position_ids"), ("gpt_oss", "token_type_ids")):
+        path = path_of(family)
+        (line,) = on_ranks(1, given, path, plan_of(path), {name: numbers(1)})
+        assert line.startswith(f"{name}: found "), line
+
+
+def changed_positions(path, plan):
+    """Where logits move when the first document does: [S] booleans."""
+    model, _ = tiny.build(plan, path)
+    ids = numbers(1)[:1, :10]
+    positions = torch.arange(5).repeat(2)[None]
+    other = ids.clone()
+    other[0, :5] = (other[0, :5] - 3 + 1) % 37 + 3
+    with torch.no_grad():
+        a, b = (model(input_ids=each, position_ids=positions).logits for each in (ids, other))
+    return ((a - b).abs().amax(-1)[0] > 1e-6).tolist()
+
+
+def test_a_packed_document_moves_itself_only():
+    path = path_of("starcoder2")
+    assert on_ranks(1, changed_positions, path, plan_of(path))[0] == [True] * 5 + [False] * 5
+
+
+# Dropout, recomputation
+
+
+DROPPED = {"attention_dropout": 0.3, "residual_dropout": 0.2}
+
+
+def drawn(path, plan, again=False):
+    """Losses of three training forwards and an evaluation, and gradients; again: compared with the unmodified model."""
+    model, mesh = tiny.build(plan, path)
+    reference = dense_of(model, path, "sdpa") if again else None
+    outside = torch.get_rng_state()
+    ids, losses, expected = rows_of(mesh, numbers(1)), [], []
+    for _ in range(3):
+        losses.append(model(input_ids=ids, labels=ids, shift_labels=ids).loss)
+        if reference is not None:
+            with torch.random.fork_rng():
+                torch.manual_seed(fold(model.forward_draws.key, len(losses) - 1))
+                logits = reference(input_ids=ids).logits
+            expected.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()))
+    losses[-1].backward()
+    assert torch.equal(outside, torch.get_rng_state())
+    gradients = {name: value.grad.full_tensor() for name, value in model.named_parameters()}
+    if reference is not None:
+        expected[-1].backward()
+        for name, value in reference.named_parameters():
+            assert dense.error(gradients[name], value.grad) <= 1e-5 * max(1e-3, value.grad.abs().max().item())
+        for a, b in zip(losses, expected, strict=True):
+            assert dense.error(a, b) <= 1e-5
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(input_ids=ids, labels=ids, shift_labels=ids).loss)
+    return [loss.item() for loss in losses], gradients
+
+
+def test_dropout_is_the_models_own_and_follows_the_plans_seed():
+    path = tiny.write_config({"model_type": "seed_oss", **FAMILIES["starcoder2"], **DROPPED})
+    ((losses, gradients),) = on_ranks(1, drawn, path, plan_of(path), True)
+    assert len(set(losses)) == 4
+    assert on_ranks(1, drawn, path, plan_of(path))[0][0] == losses
+    other = on_ranks(1, drawn, path, plan_of(path, seed=1))[0][0]
+    assert not set(other) & set(losses)
+    ((again, same),) = on_ranks(1, drawn, path, plan_of(path, recompute={"model.layers.*": "block"}))
+    assert again == losses
+    for name, gradient in gradients.items():
+        assert dense.error(gradient, same[name]) <= 1e-6
+
+
+def draws_of(path, plan):
+    model, _ = tiny.build(plan, path)
+    ids = numbers(1)[:2]
+    return [model(input_ids=ids, labels=ids, shift_labels=ids).loss.item() for _ in range(2)]
+
+
+def test_data_ranks_drop_different_elements():
+    path = tiny.write_config({"model_type": "seed_oss", **FAMILIES["starcoder2"], **DROPPED})
+    first, second = on_ranks(2, draws_of, path, plan_of(path, 2))
+    assert len({*first, *second}) == 4
+
+
+def recomputed(path, plan):
+    model, mesh = tiny.build(plan, path)
+    step = sw.TrainStep(model, mesh, plan)
+    _, trace = record_steps(step, [[(rows_of(mesh, numbers(3)), rows_of(mesh, numbers(4)))]])
+    return errors_of(model, mesh, dense_of(model, path)), trace
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "starcoder2"])
+def test_recomputed_blocks_take_effect(family):
+    """Less is saved, gradients are the model's own, and it is rehearsed."""
+    path = path_of(family)
+    plan = plan_of(path, 2, params={"*": "parameters"}, recompute={"model.layers.1": "block"})
+    runs = on_ranks(2, recomputed, path, plan)
+    whole = rehearse(path, plan.evolve(recompute={}), rank=1, steps=1)
+    for errors, trace in runs:
+        assert max(errors.values()) <= 1e-5, errors
+        assert trace.saved_bytes < 0.8 * whole.saved_bytes
+    assert_same(rehearse(path, plan, rank=1, steps=1), runs[1][1])
