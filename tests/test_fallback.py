@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 import dense
@@ -17,9 +18,14 @@ from ranks import on_ranks
 from reference import assert_same
 from shardwright import models
 from shardwright._rehearse import rehearse
+from shardwright.models.export import save_pretrained
 from shardwright.params import cut
+from shardwright.params.initial import Unfilled
+from shardwright.params.pretrained import from_safetensors
 from shardwright.params.random import fold
 from shardwright.step import record_steps
+from shardwright.train import checkpoint
+from shardwright.train.manifest import RunState
 from unruled import FAMILIES, REFUSED
 
 BATCH, SEQUENCE = 4, 11
@@ -287,3 +293,80 @@ def test_recomputed_blocks_take_effect(family):
         assert max(errors.values()) <= 1e-5, errors
         assert trace.saved_bytes < 0.8 * whole.saved_bytes
     assert_same(rehearse(path, plan, rank=1, steps=1), runs[1][1])
+
+
+# Routers and buffers
+
+
+def router(model):
+    """(the weight of a router, its bias): a parameter and a persistent buffer."""
+    gate = model.model.layers[1].mlp.gate
+    return gate.weight.full_tensor().detach(), gate.e_score_correction_bias.clone()
+
+
+def built(plan, path, source=None):
+    mesh = dense.mesh_of(**plan.mesh)
+    return sw.parallelize(models.build_meta(models.load_config(path)), mesh, plan, source)
+
+
+def routers_of(path, plans):
+    return [router(built(plan, path)) for plan in plans]
+
+
+def test_routers_follow_the_plans_seed_and_are_equal_on_all_ranks():
+    """By the model's own law; no layout or level changes the values."""
+    path = path_of("deepseek_v3")
+    plans = [plan_of(path, 2), plan_of(path, 2, params={"*": "parameters"}), plan_of(path, 2, seed=1)]
+    ranks_own = on_ranks(2, routers_of, path, plans)
+    one, sharded, other = ranks_own[0]
+    assert dense.error(one[0], sharded[0]) == 0 and dense.error(one[0], other[0]) > 0.1
+    for a, b in zip(*ranks_own, strict=True):
+        assert dense.error(a[0], b[0]) == 0 and dense.error(a[1], b[1]) == 0
+    assert 0.1 < one[0].std() < 0.3 and not one[1].any()
+
+
+def through_files(path, plan, directory):
+    """A router read from files, trained on, exported, saved and read back."""
+    names = {}
+
+    def loaded(folder):
+        model = models.build_meta(models.load_config(path))
+        names.update({module: name for name, module in model.named_modules()})
+        return sw.parallelize(model, dense.mesh_of(**plan.mesh), plan, from_safetensors(folder, names))
+
+    model = loaded(directory / "in")
+    first = router(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.e_score_correction_bias.add_(1)
+    save_pretrained(model, directory / "out")
+    state = RunState(step=1, seed=0, tokens=1, model=plan.model.sha256, plan="0" * 64)
+    checkpoint.save(directory / "checkpoint", model, None, state)
+    again = built(plan, path, Unfilled(torch.device("cpu")))
+    checkpoint.load(directory / "checkpoint" / "step-00000001", again)
+    return first, router(model), router(loaded(directory / "out")), router(again)
+
+
+def test_routers_and_persistent_buffers_come_from_files_and_are_saved(tmp_path):
+    path = path_of("deepseek_v3")
+    torch.manual_seed(0)
+    dense_model = transformers.AutoModelForCausalLM.from_config(models.load_config(path))
+    gate = dense_model.model.layers[1].mlp.gate
+    gate.e_score_correction_bias.copy_(torch.tensor([0.1, -0.2, 0.3, 0.0]))
+    (tmp_path / "in").mkdir()
+    save_file(dense_model.state_dict(), tmp_path / "in" / "model.safetensors")
+    expected = gate.weight.detach(), gate.e_score_correction_bias
+    moved = expected[0], expected[1] + 1
+    for found in on_ranks(2, through_files, path, plan_of(path, 2, params={"*": "parameters"}), tmp_path):
+        for (weight, bias), (right, shift) in zip(found, (expected, moved, moved, moved), strict=True):
+            assert dense.error(weight, right) == 0 and dense.error(bias, shift) == 0
+    out = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[1].mlp.gate
+    assert dense.error(out.weight, moved[0]) == 0 and dense.error(out.e_score_correction_bias, moved[1]) == 0
+
+
+def test_a_persistent_buffer_that_no_file_has_is_named(tmp_path):
+    model = models.build_meta(models.load_config(path_of("deepseek_v3")))
+    weights = {name: torch.zeros(value.shape) for name, value in model.state_dict().items()}
+    del weights["model.layers.1.mlp.gate.e_score_correction_bias"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(sw.InputError, match="e_score_correction_bias: found no weight of that name; allowed: "):
+        from_safetensors(tmp_path, {module: name for name, module in model.named_modules()})
