@@ -174,10 +174,13 @@ def test_code_that_looks_at_values_cannot_be_rehearsed():
     refused(path, plan_of(path), "rehearse: found aten.nonzero.default, whose result depends on values; allowed: ")
 
 
-def test_losses_of_routers_are_refused():
-    """They are means over the tokens of one rank, and no shares of a sum."""
-    path = path_of("mixtral", output_router_logits=True)
-    refused(path, plan_of(path), "found a loss to which the model adds another; allowed: ")
+@pytest.mark.parametrize("name", ["output_attentions", "output_router_logits"])
+def test_outputs_beside_the_logits_are_refused(name):
+    """The loss of routers is a mean over the tokens of one rank, and no share of a sum."""
+    path = path_of("mixtral", **{name: True})
+    refused(path, plan_of(path), f"{name}: found True; allowed: False")
+    path = tiny.config_path(**{name: True})
+    refused(path, tiny.plan_of({"data": 1, "tensor": 1}, "replicate", path), f"{name}: found True; allowed: False")
 
 
 def test_masks_and_positions_reach_the_models_own_code():
@@ -261,6 +264,25 @@ def test_dropout_is_the_models_own_and_follows_the_plans_seed():
     assert again == losses
     for name, gradient in gradients.items():
         assert dense.error(gradient, same[name]) <= 1e-6
+
+
+def resumed(path, plan, directory):
+    """The loss of the third training forward, in one run and after a checkpoint of the first two."""
+    ids = numbers(1)
+    model = built(plan, path)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids)
+    state = RunState(step=1, seed=0, tokens=1, model=plan.model.sha256, plan="0" * 64)
+    checkpoint.save(directory, model, None, state)
+    again = built(plan, path, Unfilled(torch.device("cpu")))
+    checkpoint.load(directory / "step-00000001", again)
+    return [each(input_ids=ids, labels=ids).loss.item() for each in (model, again, built(plan, path))]
+
+
+def test_dropout_goes_on_after_a_checkpoint(tmp_path):
+    path = tiny.write_config({"model_type": "seed_oss", **FAMILIES["starcoder2"], **DROPPED})
+    ((goes_on, again, anew),) = on_ranks(1, resumed, path, plan_of(path), tmp_path)
+    assert goes_on == again != anew
 
 
 def draws_of(path, plan):

@@ -21,13 +21,23 @@ TOKENS = "shardwright_tokens"
 """The keyword by which a forward pass tells its blocks [batch, sequence], also when a block is replayed."""
 
 
+OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+"""What a model may give beside its logits: not done here, by keyword or by config."""
+
 UNDERSTOOD = (
     "input_ids", "labels", "shift_labels", "num_items_in_batch", "return_dict", "attention_mask", "position_ids"
 )  # fmt: skip
 """Keywords of a forward pass that take effect."""
 
-OFF = ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep")
+OFF = ("use_cache", *OUTPUTS, "logits_to_keep")
 """Keywords that ask for something that is not done here; their values may be what asks for nothing."""
+
+
+def check_config(config: Any) -> None:
+    """Raises InputError for a config that asks every forward pass for something that is not done here."""
+    for name in OUTPUTS:
+        if getattr(config, name, None):
+            raise InputError(f"{config.model_type}: {name}: found True; allowed: False")
 
 
 def check_keywords(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:

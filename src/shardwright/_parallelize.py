@@ -30,6 +30,7 @@ from shardwright._forward import (
     EndForward,
     HiddenDropout,
     ScoreDropout,
+    check_config,
     take_tokens,
 )
 from shardwright._patterns import check_patterns
@@ -113,6 +114,7 @@ def check_fits(model: Any, plan: Plan) -> dict[Site, GridLayout]:
     Empty for a model without a rule table. Raises InputError where the plan does not fit the model.
     """
     check_positions(model.config, plan.sequence)
+    check_config(model.config)
     parameters = [name for name, _ in model.named_parameters()]
     if plan.fallback and not has_rule(model.config):
         check_patterns("params", plan.params, dict.fromkeys(map(units_of(model), parameters)), "unit")

@@ -23,6 +23,9 @@ make it up."""
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 """What follows from the others where it is left out or null."""
 
+PARTS_OF_TEXT = ("text_config", "attn_config", "ffn_config")
+"""Configs inside a config that are no other kind of input."""
+
 COUNT = "a whole number of at least 1"
 LONGEST = 120
 """Characters of what transformers says that one line has room for."""
@@ -119,7 +122,7 @@ def _kind(model_type: str, refuse: Refuse) -> Any:
     kind, allowed = CONFIG_MAPPING[model_type], "a decoder of text, such as llama"
     if getattr(kind, "is_encoder_decoder", False):
         raise refuse("model_type", f"{model_type!r}, an encoder and a decoder", allowed)
-    beside = [name for name in kind.sub_configs if name != "text_config"]
+    beside = [name for name in kind.sub_configs if name not in PARTS_OF_TEXT]
     if beside:
         raise refuse("model_type", f"{model_type!r}, which has a {beside[0]} beside text", allowed)
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -134,11 +137,12 @@ def _check_sizes(kind: Any, fields: Mapping[str, Any], refuse: Refuse) -> None:
         own = kind.attribute_map.get(name, name)
         stated = [each for each in (own, name) if each in fields]
         if not stated:
-            if name in SIZES and hasattr(kind, own):
+            if name in SIZES and getattr(kind, own, None) is not None:
                 raise refuse(own, "nothing", COUNT)
             continue
         value = known[name] = fields[stated[0]]
-        if (name in OPTIONAL_SIZES and value is None) or isinstance(value, list):  # some have one for each block
+        optional = name in OPTIONAL_SIZES or (hasattr(kind, own) and getattr(kind, own) is None)
+        if (optional and value is None) or isinstance(value, list):  # some have one for each block
             continue
         if type(value) is not int or value < 1:
             raise refuse(stated[0], found_text(value), COUNT)
