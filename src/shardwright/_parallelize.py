@@ -228,6 +228,9 @@ class _Conversion:
         model.register_forward_pre_hook(BeginForward(self.shape, self.sites[family.head]), with_kwargs=True)
         model.get_submodule(family.final_norm).register_forward_hook(CarryOut(self.shape))
         model.parameter_store = self.store
+        self.store.watch_layers(model)
+        self.store.let_ranks_agree(gathers=False)  # ranks run one model's code: they ask for the same units
+        model.register_forward_pre_hook(self.store.begin_forward)
         model.register_forward_hook(EndForward(self.store.schedule), always_call=True)
         left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if left:

@@ -142,6 +142,7 @@ class TrainStep:
                 f"step: found {len(micro_batches)} micro-batches; allowed: {self.accumulation}, the plan's accumulation"
             )
         self._check_shapes(micro_batches)
+        self.model.parameter_store.schedule.discard_accumulated()  # of a step that ended in an error
         count = self.loss.count_targets(*(labels for _, labels in micro_batches))
         shares: list[torch.Tensor] = []
         total: torch.Tensor = count

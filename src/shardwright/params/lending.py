@@ -90,8 +90,7 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
 
 def discard_accumulated(module: nn.Module) -> None:
     """Forgets the gradients that backwards inside ``no_sync`` have accumulated and none has reduced."""
-    for stored in _schedule(module).members:
-        stored.discard_accumulated()
+    _schedule(module).discard_accumulated()
 
 
 def _schedule(module: nn.Module) -> Schedule:

@@ -68,6 +68,7 @@ class Schedule:
         self.in_flight = in_flight
         self.unused_are_zeros = unused_are_zeros
         self.agreement: Agreement | None = None
+        self.agrees_on_gathers = True
         self.accumulating: tuple[str, ...] = ()
         self.units: list[Unit] = []
         self._launches: Launches | None = None
@@ -188,7 +189,7 @@ class Schedule:
                 f"{unit.name} is asked for while {alive} are gathered; in_flight states {self.in_flight}. "
                 "Raise in_flight, or take the outer unit's parameters apart into units of their own"
             )
-        if unit.communicates:
+        if unit.communicates and self.agrees_on_gathers:
             issued = 0 if self._launches is None else self._launches.issued
             answer = self._agree(f"gathers {unit.name or 'the root'} in {self._kind}", issued)
             self._launch(answer.most, ahead=False)
@@ -448,6 +449,11 @@ class Schedule:
                 handle.advance()
         self._sharing.advance()
 
+    def discard_accumulated(self) -> None:
+        """Forgets what earlier micro-batches left, unreduced."""
+        for stored in self.members:
+            stored.discard_accumulated()
+
     @contextmanager
     def accumulate(self, levels: tuple[str, ...] = ONCE_A_STEP) -> Iterator[None]:
         """Inside, gradients of ``levels`` accumulate, whole and unreduced; the next backward outside reduces them.
@@ -458,8 +464,7 @@ class Schedule:
         try:
             yield
         except BaseException:
-            for stored in self.members:
-                stored.discard_accumulated()
+            self.discard_accumulated()
             raise
         finally:
             self.accumulating = before

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -60,8 +61,12 @@ class ParameterStore:
             self._units[name] = self.schedule.new_unit(name, self._sharding_of(name))
         return self._units[name]
 
-    def let_ranks_agree(self) -> None:
-        """From now on ranks tell each other what they are about to communicate; every rank calls this."""
+    def let_ranks_agree(self, gathers: bool = True) -> None:
+        """From now on ranks tell each other what they are about to communicate; every rank calls this.
+
+        At the start of a forward, at both ends of a backward, and before each of the ``gathers``.
+        """
+        self.schedule.agrees_on_gathers = gathers
         partial = {axis for stored in self.schedule.members for axis in stored.partial_axes}
         group = self.runtime.group(tuple(axis for axis in self.runtime.sizes if axis in partial))
         if group.size > 1:
@@ -70,6 +75,22 @@ class ParameterStore:
     def watch(self, module: nn.Module, key: str, stored: StoredParameter, qualified: str) -> None:
         """``module.key`` is ``stored``; ``check_places`` will look whether it still is."""
         self._places.append((weakref.ref(module), key, stored, qualified))
+
+    def watch_layers(self, model: nn.Module) -> None:
+        """As ``watch``, for every layer of ours in ``model``."""
+        for name, module in model.named_modules():
+            if not hasattr(module, "stored_parameters"):
+                continue
+            stored_by_parameter = {stored.parameter: stored for stored in cast(Any, module).stored_parameters()}
+            for key, parameter in module._parameters.items():
+                if parameter is not None and parameter in stored_by_parameter:
+                    self.watch(module, key, stored_by_parameter[parameter], f"{name}.{key}")
+
+    def begin_forward(self, *_: Any) -> None:
+        """Before a model's forward: parameters are those that are stored, and what is gathered is as they are."""
+        if torch._C._current_graph_task_id() == -1:
+            self.check_places()
+            self.schedule.begin_forward()
 
     def check_places(self) -> None:
         """Parameters that were replaced are taken in, if they are stored alike.
