@@ -86,7 +86,7 @@ class StoredParameter:
         The parameter's own leaf is left to autograd, so that hooks on it are called with gradients only.
         """
         if self._anchor is None:
-            with trace.quiet():
+            with trace.quiet(), torch.inference_mode(False):
                 self._anchor = torch.zeros(0, device=self.local.device)
         return self._anchor.requires_grad_(self.parameter.requires_grad)
 
