@@ -57,6 +57,29 @@ def test_help_loads_neither_torch_nor_transformers(command: list[str]) -> None:
     assert not {"torch", "transformers", "tokenizers", "numpy"} & loaded
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "nosuch.json", "--devices", "8xH100-80GB", "--batch", "8", "--sequence", "128"],
+        ["plan", str(CONFIG), "--devices", "8xH1000", "--batch", "8", "--sequence", "128"],
+        ["plan", str(CONFIG), "--devices", "8xH100-80GB", "--batch", "8", "--sequence", "128", "--memory", "81GiB"],
+        ["rehearse", "nosuch.yaml"],
+        ["rehearse", "nosuch.json", *SIZES, *MESH],
+        ["rehearse", str(CONFIG), *SIZES, *MESH, "--cluster", "nosuch.yaml"],
+        ["rehearse", str(CONFIG), *SIZES, *MESH, "--svg", "no/such/place.svg"],
+        ["bounds", "nosuch.json"],
+        ["bounds", str(CONFIG), "--ranks", "none"],
+        ["demo", "--ranks", "0"],
+        ["train", "nosuch.yaml"],
+    ],
+    ids=lambda command: " ".join(command)[:40],
+)
+def test_arguments_are_checked_before_anything_slow_is_imported(command: list[str]) -> None:
+    loaded = modules_after(f"from shardwright.cli import app; app({command!r})")
+    assert "typer" in loaded
+    assert not {"torch", "transformers", "tokenizers", "numpy"} & loaded
+
+
 def test_python_m_shardwright() -> None:
     done = subprocess.run([sys.executable, "-m", "shardwright", "--help"], capture_output=True, text=True, check=True)
     assert all(name in done.stdout for name in ("demo", "train", "rehearse", "schema"))

@@ -21,7 +21,7 @@ FLOORS = {
     "comm": 2,
     "cost": 1, "trace": 1,
     "layout": 0, "sharding": 0, "site": 0, "edge": 0, "mesh": 0, "_plan": 0, "_plan_fields": 0, "cluster": 0,
-    "_patterns": 0, "_files": 0, "_errors": 0, "_replacing": 0, "_launched": 0,
+    "_config_file": 0, "_patterns": 0, "_files": 0, "_errors": 0, "_replacing": 0, "_launched": 0,
 }  # fmt: skip
 
 

@@ -19,13 +19,14 @@ from pyarrow import parquet
 import tiny
 from shardwright._files import write_yaml
 from shardwright._launched import REFUSAL_SECONDS
+from shardwright._plan import Plan
 from shardwright.train.data import load_tokenizer, standard_library_text, train_tokenizer
 from shardwright.train.launch import command
 from shardwright.train.loop import EVALUATION_TOKENS, EVENTS, METRICS, TOKENS, train
 from shardwright.train.metrics import read_metrics
 from shardwright.train.sources import documents
 from test_checkpoint_faults import forked
-from test_cli import refused
+from test_cli import cluster_file, refused
 from test_metrics import scalars
 
 VOCAB, STEPS = 320, 25
@@ -125,6 +126,58 @@ def test_a_bad_document_ends_every_rank_at_once_and_leaves_what_was_there(
     assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == dict.fromkeys(
         (TOKENS, EVALUATION_TOKENS, METRICS), "of an earlier run"
     )
+
+
+PEAK = {"peak": {"backward": 2**20}, "saved": 0, "volume": 0}
+
+
+@pytest.mark.parametrize(
+    ("devices", "memory", "predicted", "status", "line"),
+    [
+        (2, "1GiB", PEAK, 2, "mesh: found 1 ranks for the 2 devices of "),
+        (1, "1MiB", PEAK, 0, ""),
+        (
+            1,
+            "1048575B",
+            PEAK,
+            3,
+            "does not fit: the plan predicts a peak of 1.00 MiB (1,048,576 bytes), a device holds",
+        ),
+        (1, "1MiB", None, 3, "does not fit: the peak of rank 0 is "),
+    ],
+    ids=["devices", "fits", "predicted", "rehearsed"],
+)
+def test_the_cluster_of_a_run_is_what_it_must_fit(
+    devices: int,
+    memory: str,
+    predicted: dict[str, Any] | None,
+    status: int,
+    line: str,
+    texts: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = prepare(tmp_path, texts, 1, {"steps": 1, "evaluation": None, "cluster": "cluster.yaml"})
+    cluster_file(tmp_path / "cluster.yaml", devices, memory)
+    Plan.load(tmp_path / "plan.yaml").evolve(predicted=predicted).save(tmp_path / "plan.yaml")
+    assert trained(run, 1) == [status]
+    lines = [each for each in capfd.readouterr().err.splitlines() if each.startswith("error: ")]
+    assert len(lines) == (status != 0) and all(each.startswith(f"error: {line}") for each in lines)
+    assert (tmp_path / "out" / METRICS).exists() == (status == 0)
+
+
+def test_a_port_in_use_is_one_line(
+    texts: list[str], tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepare(tmp_path, texts, 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert refused("train", run) == f"error: MASTER_PORT: found {port}, which is in use; allowed: a free port\n"
+    monkeypatch.setenv("MASTER_PORT", "abc")
+    assert "MASTER_PORT: found 127.0.0.1, abc in the environment" in refused("train", run)
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -7,9 +7,10 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from shardwright._errors import InputError
+from shardwright._errors import BAD_INPUT, DOES_NOT_FIT, DoesNotFit, InputError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -49,11 +50,41 @@ class Place:
             ) from None
 
 
-def refuse(error: InputError, place: Place, store: Store) -> NoReturn:
-    """Ends this rank with 2, not before every rank refuses: the launcher ends the others when the first has exited."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def join(place: Place) -> Store:
+    """The store that the launcher's ranks share. InputError where its port is in use by something else."""
+    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not host or not port.isascii() or not port.isdigit():
+        raise InputError(
+            f"MASTER_ADDR, MASTER_PORT: found {host or 'nothing'}, {port or 'nothing'} in the environment; "
+            "allowed: the address and port of rank 0, as the launcher sets them"
+        )
+
+    from torch.distributed import DistNetworkError
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        store: Store
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=10)))
+        return store
+    except DistNetworkError as error:
+        if "in use" in str(error):
+            raise InputError(f"MASTER_PORT: found {port}, which is in use; allowed: a free port") from None
+        raise InputError(f"MASTER_ADDR: found {host}:{port}, where no rank 0 answers; allowed: its address") from None
+
+
+def tell(error: Exception, place: Place) -> None:
+    """The one line of bad input, from rank 0."""
     if place.rank == 0:
         print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+
+
+def refuse(error: InputError | DoesNotFit, place: Place, store: Store, told: bool = False) -> NoReturn:
+    """Ends this rank with the error's exit status, not before every rank refuses: the launcher ends the others when
+    the first has exited. told: its line was printed before.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not told:
+        tell(error, place)
     deadline = time.monotonic() + REFUSAL_SECONDS
     try:
         refused = store.add("shardwright/refused", 1)
@@ -62,4 +93,4 @@ def refuse(error: InputError, place: Place, store: Store) -> NoReturn:
             refused = store.add("shardwright/refused", 0)
     except RuntimeError:  # the store left with the rank that holds it, which saw all refuse
         pass
-    sys.exit(2)
+    sys.exit(DOES_NOT_FIT if isinstance(error, DoesNotFit) else BAD_INPUT)

@@ -9,8 +9,18 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
-from shardwright._errors import InputError
-from shardwright._files import SIZES, STRICT, FieldError, SizeText, Version1, parse_bytes, read_yaml, write_yaml
+from shardwright._errors import DoesNotFit, InputError
+from shardwright._files import (
+    SIZES,
+    STRICT,
+    FieldError,
+    SizeText,
+    Version1,
+    format_bytes,
+    parse_bytes,
+    read_yaml,
+    write_yaml,
+)
 
 Size = Annotated[
     int,
@@ -166,6 +176,22 @@ class Cluster(BaseModel):
     def devices(self) -> int:
         """Devices of all hosts together."""
         return self.hosts * self.devices_per_host
+
+    def check_devices(self, ranks: int, where: str) -> None:
+        """Raises InputError unless ``ranks`` are the devices of this cluster, which ``where`` names."""
+        if self.devices != ranks:
+            raise InputError(
+                f"mesh: found {ranks} ranks for the {self.devices} devices of {where}; "
+                f"allowed: a mesh of exactly {self.devices}"
+            )
+
+    def check_peak(self, peak: int, what: str) -> None:
+        """Raises DoesNotFit where a device holds less than ``peak`` bytes, which ``what`` tells of."""
+        if peak > self.memory_bytes:
+            raise DoesNotFit(
+                f"does not fit: {what} {format_bytes(peak)} ({peak:,} bytes), "
+                f"a device holds {format_bytes(self.memory_bytes)} ({self.memory_bytes:,} bytes)"
+            )
 
     @property
     def memory_bytes(self) -> int:

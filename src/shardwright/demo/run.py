@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from rich.console import Console
 
 from shardwright._errors import InputError
 from shardwright._rehearse import rehearse
-from shardwright._replacing import check_directory, write_text
+from shardwright._replacing import write_text
 from shardwright.demo.text import write_run, write_text_and_tokenizer
+from shardwright.demo.wanted import Wanted, check_places
 from shardwright.planner.problem import Problem
 from shardwright.planner.request import request
 from shardwright.planner.search import Found, search
@@ -26,7 +27,6 @@ from shardwright.report import planning
 from shardwright.report.console import table_console
 from shardwright.report.ledger import ledger_json, ledger_table, rank_label
 from shardwright.report.volume import collectives_json
-from shardwright.sharding import LEVELS
 from shardwright.trace import Trace
 from shardwright.train.launch import launch
 from shardwright.train.loop import METRICS, RECORDED_STEPS, trace_name
@@ -38,66 +38,30 @@ SEQUENCE = 128
 WANTED_BATCH = 8
 """About how many sequences a step has."""
 
-DTYPE = "float32"
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the demo is asked for.
-
-    ranks: processes of this machine. memory: limit in bytes for the peak of every rank; None: the machine's share.
-    steps: optimizer steps. level: how parameters are stored, None for any way.
-    """
-
-    ranks: int
-    memory: int | None
-    steps: int
-    seed: int
-    level: str | None
-
-
-def demo(
-    ranks: int,
-    memory: int | None,
-    steps: int,
-    seed: int,
-    json_path: Path | None = None,
-    out_dir: Path | None = None,
-    level: str | None = None,
-) -> int:
-    """Runs the demo on ``ranks`` processes of this machine; returns the exit status.
+def demo(wanted: Wanted, json_path: Path | None = None, out_dir: Path | None = None) -> int:
+    """Runs the demo on processes of this machine; returns the exit status.
 
     0: rehearsed and measured peaks are equal on every rank. 1: they are not, or a command that it starts failed.
 
-    memory, steps, seed, level: as in `Wanted`. json_path: where the figures go as JSON. out_dir: a new or empty
-    directory that keeps cluster file, plan, run file, text, tokenizer, metrics and traces; otherwise a temporary one.
-    Raises InputError for bad input, DoesNotFit where no layout meets the limit.
+    json_path: where the figures go as JSON. out_dir: a new or empty directory that keeps cluster file, plan, run file,
+    text, tokenizer, metrics and traces; otherwise a temporary one. Raises InputError for bad input, DoesNotFit where no
+    layout meets the limit.
     """
-    if ranks < 1:
-        raise InputError(f"--ranks: found {ranks}; allowed: at least 1")
-    if steps < RECORDED_STEPS:
-        raise InputError(f"--steps: found {steps}; allowed: at least {RECORDED_STEPS}, the steps that are recorded")
-    if level is not None and level not in LEVELS:
-        raise InputError(f"--level: found {level!r}; allowed: {', '.join(LEVELS)}")
-    if seed < 0:
-        raise InputError(f"--seed: found {seed}; allowed: at least 0")
-    if json_path is not None:
-        check_directory(json_path, "--json")
+    check_places(json_path, out_dir)
     with ExitStack() as cleanup:
         if out_dir is None:
             work = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="shardwright-demo-")))
         else:
-            work = _empty_directory(out_dir)
-        return _demo(Wanted(ranks, memory, steps, seed, level), json_path, work, table_console())
+            work = _made_directory(out_dir)
+        return _demo(wanted, json_path, work, table_console())
 
 
-def _empty_directory(path: Path) -> Path:
+def _made_directory(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output: found {path} ({error.strerror}); allowed: a directory, new or empty") from None
-    if any(path.iterdir()):
-        raise InputError(f"--output: found {path}, which is not empty; allowed: a directory, new or empty")
     return path
 
 
@@ -107,7 +71,7 @@ def _demo(wanted: Wanted, json_path: Path | None, work: Path, console: Console) 
 
     cluster = work / "cluster.yaml"
     _announce(console, f"Profiling this machine with {wanted.ranks} ranks")
-    if not _ran(["profile", "--quick", "--output", str(cluster)], wanted.ranks):
+    if not _ran(["profile", "--quick", "--dtype", wanted.dtype, "--output", str(cluster)], wanted.ranks):
         return 1
 
     problem = _problem(config, cluster, wanted)
@@ -155,7 +119,7 @@ def _demo(wanted: Wanted, json_path: Path | None, work: Path, console: Console) 
 
 def _problem(config: Path, cluster: Path, wanted: Wanted) -> Problem:
     batch = global_batch(wanted.ranks)
-    asked = request(config, cluster, wanted.memory, batch, SEQUENCE, DTYPE, None, "gloo", wanted.level)
+    asked = request(config, cluster, wanted.memory, batch, SEQUENCE, wanted.dtype, "float32", "gloo", wanted.level)
     return replace(asked, base=asked.base.evolve(seed=wanted.seed))
 
 

@@ -41,6 +41,7 @@ def write_run(work: Path, steps: int) -> Path:
         "learning_rate": LEARNING_RATE,
         "output": ".",
         "record": True,
+        "cluster": "cluster.yaml",
     }
     path = work / "run.yaml"
     write_yaml(path, run, HEADER)

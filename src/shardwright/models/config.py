@@ -6,13 +6,13 @@ No code that comes with a config is ever run: whatever ``auto_map`` names is ref
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardwright._config_file import config_file, read_config, short
 from shardwright._errors import InputError
 from shardwright._files import found_text
 
@@ -27,9 +27,6 @@ PARTS_OF_TEXT = ("text_config", "attn_config", "ffn_config")
 """Configs inside a config that are no other kind of input."""
 
 COUNT = "a whole number of at least 1"
-LONGEST = 120
-"""Characters of what transformers says that one line has room for."""
-
 Refuse = Callable[[str, str, str], InputError]
 """(field, what was found, what is allowed) → the error."""
 
@@ -42,22 +39,13 @@ def load_config(path: str | Path) -> Any:
     """
     from transformers import AutoConfig
 
-    path = Path(path)
-    if path.is_dir():
-        path = path / "config.json"
-    fields = _fields(path)
+    path = config_file(path)
+    fields = read_config(path)
+    model_type = fields.pop("model_type")
 
     def refuse(field: str, found: str, allowed: str) -> InputError:
         return InputError(f"{path}: {field}: found {found}; allowed: {allowed}")
 
-    if fields.get("auto_map"):
-        raise refuse("auto_map", "code that comes with the config", "none: only transformers' own models are run")
-    if fields.get("quantization_config") is not None:
-        raise refuse("quantization_config", "quantized weights", "weights of float32, bfloat16 or float64")
-    model_type = fields.pop("model_type", None)
-    if not isinstance(model_type, str):
-        found = "nothing" if model_type is None else found_text(model_type)
-        raise refuse("model_type", found, "the model_type of a Hugging Face model")
     kind = _kind(model_type, refuse)
     _check_sizes(kind, fields, refuse)
     try:
@@ -65,12 +53,6 @@ def load_config(path: str | Path) -> Any:
             return AutoConfig.for_model(model_type, **fields)
     except Exception as error:  # whatever a config class finds wrong with its fields
         raise InputError(f"{path}: found {short(error)}; allowed: a Hugging Face config") from None
-
-
-def short(text: object) -> str:
-    """What somebody else says, on one line, cut where it is long."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
 
 
 class _Held(logging.Handler):
@@ -96,18 +78,6 @@ def warnings_held() -> Iterator[None]:
         logger.handlers, logger.propagate = before, propagates
     for record in held.records:
         logger.handle(record)
-
-
-def _fields(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: found no file; allowed: a Hugging Face config.json") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: found {short(error)}; allowed: a Hugging Face config.json") from None
-    if not isinstance(fields, dict):
-        raise InputError(f"{path}: found {found_text(fields)}; allowed: a mapping, as in a Hugging Face config.json")
-    return fields
 
 
 def _kind(model_type: str, refuse: Refuse) -> Any:

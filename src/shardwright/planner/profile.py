@@ -12,7 +12,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright._errors import InputError
-from shardwright._launched import Place, refuse
+from shardwright._launched import Place, join, refuse
 from shardwright._replacing import check_directory
 from shardwright.cluster import Cluster, Device, Link, Links, Measured, Product
 from shardwright.comm import Runtime
@@ -76,10 +75,7 @@ def profile(output: Path, mesh: str | None, dtypes: Sequence[str], quick: bool) 
     types of products; none: those that the device is made for.
     """
     place = Place.from_environment(f"profile -o {output}")
-
-    from torch.distributed.rendezvous import rendezvous
-
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=10)))
+    store = join(place)
     try:
         axes = _axes(mesh, place)
         _check_dtypes(dtypes)

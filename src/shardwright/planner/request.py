@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from shardwright import models
 from shardwright._errors import DoesNotFit, InputError
-from shardwright._files import format_bytes, parse_bytes
 from shardwright._plan import Plan
 from shardwright.cluster import Cluster
 from shardwright.models.positions import check_positions
 from shardwright.planner import SECONDS
+from shardwright.planner.asked import Asked, asked
 from shardwright.planner.explore import Tell
 from shardwright.planner.problem import Problem
 from shardwright.planner.search import Found, search
-from shardwright.sharding import LEVELS
 
 
 def plan(
@@ -61,43 +59,15 @@ def request(
     level: str | None = None,
 ) -> Problem:
     """The problem that ``plan`` solves."""
-    machines = cluster_of(cluster)
-    limit = machines.memory_bytes if memory is None else parse_bytes(memory, "memory")
-    if not isinstance(limit, int) or limit < 1:
-        raise InputError(f"memory: found {memory!r}; allowed: a size above 0 such as 72GiB")
-    if limit > machines.memory_bytes:
-        device = f"{format_bytes(machines.memory_bytes)} ({machines.memory_bytes:,} bytes) of {machines.device.name}"
-        raise InputError(f"memory: found {format_bytes(limit)} ({limit:,} bytes); allowed: at most the {device}")
-    for name, value in (("batch", batch), ("sequence", sequence)):
-        if value < 1:
-            raise InputError(f"{name}: found {value}; allowed: at least 1")
-    if level is not None and level not in LEVELS:
-        raise InputError(f"level: found {level!r}; allowed: {', '.join(LEVELS)}")
-    base = Plan.for_config(
-        config,
-        mesh={"data": 1},
-        layout="replicate",
-        batch=batch,
-        sequence=sequence,
-        dtype=dtype,
-        master_dtype=None if master_dtype == dtype else master_dtype,
-        backend=backend,
-    )
-    loaded = models.load_config(base.config_path)
+    return problem_of(asked(config, cluster, memory, batch, sequence, dtype, master_dtype, backend, level))
+
+
+def problem_of(ask: Asked) -> Problem:
+    """The problem of what was asked. Raises InputError where the model has no rule table, or too few positions."""
+    loaded = models.load_config(ask.base.config_path)
     models.family_of(loaded)
-    check_positions(loaded, sequence)
-    if machines.links is None and machines.devices > 1:
-        raise InputError("links: found null; allowed: the cluster's links, which times are made of")
-    return Problem(loaded, base, machines, machines.devices, limit, level)
-
-
-def cluster_of(cluster: Cluster | str | os.PathLike[str]) -> Cluster:
-    """A cluster, from a file or by the name of a common machine."""
-    if isinstance(cluster, Cluster):
-        return cluster
-    if isinstance(cluster, str) and not Path(cluster).exists() and "x" in cluster and not cluster.endswith(".yaml"):
-        return Cluster.named(cluster)
-    return Cluster.load(cluster)
+    check_positions(loaded, ask.base.sequence)
+    return Problem(loaded, ask.base, ask.cluster, ask.cluster.devices, ask.memory, ask.level)
 
 
 def least_devices(problem: Problem, seconds: float, tell: Tell) -> Found:

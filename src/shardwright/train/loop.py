@@ -2,24 +2,26 @@
 
     python -m torch.distributed.run --nproc-per-node N -m shardwright train RUN.yaml
 
-Bad input is one line from rank 0 and exit status 2 on every rank.
+Bad input is one line from rank 0 and exit status 2 on every rank; what does not fit, 3.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright import mesh as mesh_math
-from shardwright._errors import InputError
-from shardwright._launched import POLL_SECONDS, Place, refuse
+from shardwright._errors import DOES_NOT_FIT, DoesNotFit, InputError
+from shardwright._launched import POLL_SECONDS, Place, join, refuse, tell
 from shardwright._plan import ANSWERS, Plan
+from shardwright.cluster import Cluster
 from shardwright.train.data import TokenStream, encode_documents, end_token, load_tokenizer
 from shardwright.train.metrics import MetricsWriter, Writer, forget_metrics_after, step_metrics
 from shardwright.train.progress import StepProgress
@@ -69,17 +71,28 @@ def data_place(plan: Plan, rank: int) -> tuple[int, int]:
 
 
 def train(run_path: Path | str) -> None:
-    """Trains what ``run_path`` says, on this rank among the launcher's. Exits with 2 on bad input."""
+    """Trains what ``run_path`` says, on this rank among the launcher's.
+
+    Exits with 2 on bad input, with 3 where the plan needs more than the run's cluster has.
+    """
     run_path = Path(run_path)
     place = Place.from_environment(f"train {run_path}")
 
-    from torch.distributed import destroy_process_group, is_initialized
-    from torch.distributed.rendezvous import rendezvous
+    fault: InputError | DoesNotFit | None = None
+    try:  # what the files say is checked before anything slow is imported
+        run, plan = _stated(run_path, place)
+    except (InputError, DoesNotFit) as error:
+        tell(error, place)
+        fault = error
+    store = join(place)
+    if fault is not None:
+        refuse(fault, place, store, told=True)
 
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=10)))
+    from torch.distributed import destroy_process_group, is_initialized
+
     try:
-        _train(run_path, place, store)
-    except InputError as error:
+        _train(run, plan, place, store)
+    except (InputError, DoesNotFit) as error:
         refuse(error, place, store)
     if is_initialized():
         destroy_process_group()
@@ -90,14 +103,15 @@ def _on_each_machine(work: Callable[[], None], place: Place, store: Store) -> No
     if place.local == 0:
         try:
             work()
-        except InputError as error:
-            store.set("shardwright/fault", str(error))
+        except (InputError, DoesNotFit) as error:
+            store.set("shardwright/fault", json.dumps([isinstance(error, DoesNotFit), str(error)]))
     done = store.add("shardwright/prepared", 1)
     while done < place.world:
         time.sleep(POLL_SECONDS)
         done = store.add("shardwright/prepared", 0)
     if store.check(["shardwright/fault"]):
-        raise InputError(store.get("shardwright/fault").decode())
+        too_large, line = json.loads(store.get("shardwright/fault"))
+        raise DoesNotFit(line) if too_large else InputError(line)
 
 
 def _write_tokens(run: Run, tokenizer: Tokenizer, ending: str) -> None:
@@ -113,10 +127,35 @@ def _write_tokens(run: Run, tokenizer: Tokenizer, ending: str) -> None:
             encode_documents(found, tokenizer, output / name, ending)
 
 
-def _train(run_path: Path, place: Place, store: Store) -> None:
+def _stated(run_path: Path, place: Place) -> tuple[Run, Plan]:
+    """The run and its plan, checked against each other, the launcher's ranks, and the run's cluster."""
     run = Run.load(run_path)
     plan = Plan.load(run.plan_path)
     plan.check_world_size(place.world)
+    if run.cluster_path is not None:
+        cluster = Cluster.load(run.cluster_path)
+        cluster.check_devices(plan.world_size, str(run.cluster_path))
+        if plan.predicted is not None:
+            cluster.check_peak(max(plan.predicted.peak.values()), "the plan predicts a peak of")
+    return run, plan
+
+
+def _check_peak(run: Run, plan: Plan) -> None:
+    """Raises DoesNotFit where a plan that predicts nothing of itself, rehearsed on rank 0, needs more than a device of
+    the run's cluster has.
+    """
+    if run.cluster_path is None or plan.predicted is not None:
+        return
+    words = ["rehearse", str(run.plan_path), "--cluster", str(run.cluster_path)]
+    done = subprocess.run([sys.executable, "-m", "shardwright", *words], capture_output=True, text=True, check=False)
+    line = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+    if done.returncode == DOES_NOT_FIT:
+        raise DoesNotFit(line)
+    if done.returncode:
+        raise InputError(f"cluster: found a plan that could not be rehearsed ({line}); allowed: one that can")
+
+
+def _train(run: Run, plan: Plan, place: Place, store: Store) -> None:
     index, size = data_place(plan, place.rank)
 
     import torch
@@ -124,7 +163,7 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     from shardwright import models
-    from shardwright._parallelize import parallelize
+    from shardwright._parallelize import check_fits, put
     from shardwright.models.export import ExportedTokenizer, save_pretrained
     from shardwright.params.initial import Source, Unfilled
     from shardwright.params.pretrained import from_safetensors
@@ -144,10 +183,14 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
             f"tokenizer: found {tokenizer.get_vocab_size()} tokens; allowed: at most the model's {config.vocab_size}"
         )
 
+    model = models.build_meta(config, plan.stored_dtype)
+    check_fits(model, plan)
+
     def prepare() -> None:
         if place.rank == 0:  # one rank looks, so that all continue from the same
             found = latest(run.checkpoint_dir) if run.checkpoint_dir is not None else None
             store.set(RESUME, str(found or ""))
+            _check_peak(run, plan)
         _write_tokens(run, tokenizer, ending)
 
     _on_each_machine(prepare, place, store)
@@ -166,13 +209,12 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
         torch.set_num_threads(1)
     torch.distributed.init_process_group(plan.backend, store=store, rank=place.rank, world_size=place.world)
     mesh: DeviceMesh = init_device_mesh(device.type, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
-    model = models.build_meta(config, plan.stored_dtype)
     source: Source | None = None
     if resumed:
         source = Unfilled(device)  # every value comes from the checkpoint
     elif run.weights_dir is not None:
         source = from_safetensors(run.weights_dir, {module: name for name, module in model.named_modules()}, device)
-    model = parallelize(model, mesh, plan, source)
+    put(model, mesh, plan, source)
     step = TrainStep(
         model,
         mesh,
@@ -218,7 +260,7 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
         writers = [shown.enter_context(WRITERS[kind](output, done)) for kind in run.metrics] if first else []
         progress = shown.enter_context(StepProgress(run.steps)) if first else None
 
-        def tell(number: int, loss: float, seconds: float, peak: int | None, held_out_loss: float | None) -> None:
+        def write(number: int, loss: float, seconds: float, peak: int | None, held_out_loss: float | None) -> None:
             rate = tokens / seconds
             values = step_metrics(
                 loss=loss, tokens_per_second=rate, seconds=seconds, peak_bytes=peak, evaluation_loss=held_out_loss
@@ -237,13 +279,13 @@ def _train(run_path: Path, place: Place, store: Store) -> None:
             trace.save(output / trace_name(place.rank))
             for number, loss in enumerate(losses, start=1):
                 held = evaluated(number) if number == recorded else None
-                tell(number, loss.item(), seconds, trace.peak_bytes, held)
+                write(number, loss.item(), seconds, trace.peak_bytes, held)
             save_if_due(recorded)
         for number in range(max(recorded, done) + 1, run.steps + 1):
             began = time.perf_counter()
             mean = step(batches(stream, number, plan.accumulation)).item()
             seconds = time.perf_counter() - began
-            tell(number, mean, seconds, _device_peak(device), evaluated(number))
+            write(number, mean, seconds, _device_peak(device), evaluated(number))
             save_if_due(number)
     if run.export_dir is not None:
         save_pretrained(model, run.export_dir, tokenizer=ExportedTokenizer(run.tokenizer_path, ending))

@@ -1,0 +1,89 @@
+"""``shardwright plan``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright._errors import InputError
+from shardwright._replacing import write_text
+from shardwright.cli.common import DTYPES, SIZE, STORED, JsonOption, app, check_directories, exit_status
+from shardwright.planner import SECONDS
+
+
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.json", help="A model's config, or a directory with one.")],
+    cluster: Annotated[Path | None, typer.Option(metavar="CLUSTER.yaml", help="The cluster, as a file.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="NxNAME", help="A common machine, such as 8xH100-80GB or 256xH100-80GB.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help=f"Limit for the peak of a device, {SIZE}; default: all of it.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of a step, over the whole cluster.")] = 0,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Element type of products: bf16 or fp32.")] = "bf16",
+    master_dtype: Annotated[str, typer.Option(help="Element type of stored parameters and moments.")] = "fp32",
+    backend: Annotated[str, typer.Option(help="nccl or gloo.")] = "nccl",
+    level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help=f"Only this way to store parameters: {STORED}.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long structures are priced.")] = SECONDS,
+    min_devices: Annotated[bool, typer.Option("--min-devices", help="On the fewest devices that work.")] = False,
+    max_sequence: Annotated[
+        bool, typer.Option("--max-sequence", help="For the longest sequence, doubled as often as it fits.")
+    ] = False,
+    max_batch: Annotated[
+        bool,
+        typer.Option("--max-batch", help="For the largest batch in one micro-batch, doubled as often as it fits."),
+    ] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="PLAN.yaml", help="Write the plan.")] = None,
+    json_path: JsonOption = None,
+    picture: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Draw what memory buys into FILE.")
+    ] = None,
+) -> None:
+    """Find the fastest layout that fits, prove it by a rehearsal, and explain it."""
+    with exit_status():
+        check_directories(output=output, json=json_path, svg=picture)
+        if (cluster is None) == (devices is None):
+            raise InputError("--cluster: found both or neither of it and --devices; allowed: one of them")
+        counted = {"--min-devices": min_devices, "--max-sequence": max_sequence, "--max-batch": max_batch}
+        given = [option for option, wanted in counted.items() if wanted]
+        if len(given) > 1:
+            raise InputError(f"{given[0]}: found it beside {given[1]}; allowed: one of them")
+        from shardwright.planner.asked import asked
+
+        types = (DTYPES.get(dtype, dtype), DTYPES.get(master_dtype, master_dtype))
+        ask = asked(config, cluster or devices or "", memory, batch, sequence, *types, backend, level)
+
+        from shardwright.planner import pareto
+        from shardwright.planner.request import largest_batch, least_devices, longest_sequence, problem_of
+        from shardwright.planner.search import search
+        from shardwright.report import planning
+        from shardwright.report.console import table_console
+
+        problem = problem_of(ask)
+        searches = {"--min-devices": least_devices, "--max-sequence": longest_sequence, "--max-batch": largest_batch}
+        answer = searches[given[0]] if given else search
+        console = table_console()
+        with console.status("planning") as status:
+            found = answer(problem, seconds, tell=lambda line: status.update(f"planning: {line}"))
+            points = pareto.curve(found.looked_at)
+            knobs = pareto.knobs([point for point in points if point.peak <= found.problem.memory])
+        if output is not None:  # before a word is said: whoever reads may close the pipe
+            found.plan.save(output)
+        if json_path is not None:
+            write_text(json_path, json.dumps(planning.found_json(found, points, knobs), indent=2) + "\n")
+        here = min(points, key=lambda point: (abs(point.seconds - found.mix.seconds), point.peak))
+        if picture is not None:
+            write_text(picture, planning.curve_svg(points, found.problem.memory, here))
+        for line in planning.headline(found):
+            console.print(line, highlight=False)
+        console.print(planning.candidates_table(found))
+        console.print(planning.curve_table(points, knobs, here))
+        console.print(planning.distance_table(found))
