@@ -14,7 +14,7 @@ FLOORS = {
     "cli": 9, "report": 9, "demo": 9, "__main__": 9,
     "train": 8,
     "planner": 7,
-    "step": 6, "_rehearse": 6,
+    "step": 6, "_rehearse": 6, "_remarks": 6,
     "models": 5, "_parallelize": 5, "_forward": 5, "_fallback": 5,
     "linear": 4, "layers": 4,
     "params": 3,

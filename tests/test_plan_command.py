@@ -21,7 +21,7 @@ from test_cli import refused, run
 ASK = ("--batch", "1", "--sequence", "32", "--dtype", "fp32", "--master-dtype", "fp32", "--backend", "gloo")
 KEYS = {
     "plan", "objective", "bound", "gap", "memory", "peak", "composed", "solve_time",
-    "candidates", "left", "curve", "knobs", "sites",
+    "candidates", "left", "curve", "knobs", "sites", "not_applied",
 }  # fmt: skip
 
 

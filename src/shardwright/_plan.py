@@ -341,8 +341,11 @@ class Plan(BaseModel):
 
     def sharding_for(self, unit: str) -> Sharding:
         """How the unit's parameters are stored: as the first pattern that matches says, else whole."""
+        return self.sharding_of(self.stored_for(unit))
+
+    def sharding_of(self, stored: StoredFields | None) -> Sharding:
+        """How parameters are stored of which ``params`` says this."""
         dtype = self.dtype if self.master_dtype not in (None, self.dtype) else None
-        stored = self.stored_for(unit)
         if stored is None:
             return Sharding(dtype=dtype, bucket=self.bucket)
         if stored.level == "replicate":

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwright._errors import BAD_INPUT, DOES_NOT_FIT, DoesNotFit, InputError
 from shardwright._replacing import check_directory
 from shardwright.sharding import LEVELS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwright._remarks import NotApplied
 
 # Everything heavy (torch, transformers) is imported inside the commands, so that --help answers at once, and after
 # their arguments are checked, so that a refusal does too.
@@ -53,6 +58,14 @@ def _fail(error: Exception, status: int) -> None:
     sys.stdout.flush()
     print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
     raise typer.Exit(status)
+
+
+def tell_remarks(console: Console, unapplied: Sequence[NotApplied], warnings: Sequence[str]) -> None:
+    """Prints what could not be applied, beside the answer, and warnings on standard error; a line each."""
+    for each in unapplied:
+        console.print(str(each), highlight=False, markup=False, soft_wrap=True)
+    for line in warnings:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def check_directories(**paths: Path | None) -> None:

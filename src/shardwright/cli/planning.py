@@ -10,7 +10,7 @@ import typer
 
 from shardwright._errors import InputError
 from shardwright._replacing import write_text
-from shardwright.cli.common import DTYPES, SIZE, STORED, JsonOption, app, check_directories, exit_status
+from shardwright.cli.common import DTYPES, SIZE, STORED, JsonOption, app, check_directories, exit_status, tell_remarks
 from shardwright.planner import SECONDS
 
 
@@ -61,6 +61,7 @@ def plan(
         types = (DTYPES.get(dtype, dtype), DTYPES.get(master_dtype, master_dtype))
         ask = asked(config, cluster or devices or "", memory, batch, sequence, *types, backend, level)
 
+        from shardwright._remarks import not_applied, warnings_of
         from shardwright.planner import pareto
         from shardwright.planner.request import largest_batch, least_devices, longest_sequence, problem_of
         from shardwright.planner.search import search
@@ -75,10 +76,13 @@ def plan(
             found = answer(problem, seconds, tell=lambda line: status.update(f"planning: {line}"))
             points = pareto.curve(found.looked_at)
             knobs = pareto.knobs([point for point in points if point.peak <= found.problem.memory])
+        unapplied = not_applied(problem.config, found.plan)
         if output is not None:  # before a word is said: whoever reads may close the pipe
             found.plan.save(output)
         if json_path is not None:
-            write_text(json_path, json.dumps(planning.found_json(found, points, knobs), indent=2) + "\n")
+            figures = planning.found_json(found, points, knobs)
+            figures["not_applied"] = [each.to_json() for each in unapplied]
+            write_text(json_path, json.dumps(figures, indent=2) + "\n")
         here = min(points, key=lambda point: (abs(point.seconds - found.mix.seconds), point.peak))
         if picture is not None:
             write_text(picture, planning.curve_svg(points, found.problem.memory, here))
@@ -87,3 +91,4 @@ def plan(
         console.print(planning.candidates_table(found))
         console.print(planning.curve_table(points, knobs, here))
         console.print(planning.distance_table(found))
+        tell_remarks(console, unapplied, warnings_of(problem.config, found.plan))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +12,13 @@ import typer
 from shardwright._config_file import read_config
 from shardwright._errors import InputError
 from shardwright._replacing import write_text
-from shardwright.cli.common import DTYPES, STORED, JsonOption, app, check_directories, exit_status
+from shardwright.cli.common import DTYPES, STORED, JsonOption, app, check_directories, exit_status, tell_remarks
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from shardwright._plan import Plan
+    from shardwright._remarks import NotApplied
     from shardwright.trace import Trace
 
 
@@ -113,7 +115,9 @@ def _rehearse(
         cluster.check_devices(plan.world_size, str(cluster_path))
     check_directories(json=json_path, svg=picture)
 
+    from shardwright import models
     from shardwright._rehearse import rehearse as rehearse_rank
+    from shardwright._remarks import not_applied, warnings_of
     from shardwright.report.console import save_picture, table_console
 
     console = table_console(record=picture is not None)
@@ -128,11 +132,14 @@ def _rehearse(
         from shardwright.report.bounds import sites_table
 
         console.print(sites_table(sites))
+    config = models.load_config(plan.config_path)
+    unapplied = not_applied(config, plan)
+    tell_remarks(console, unapplied, warnings_of(config, plan))
     if picture is not None:
         axes = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
         save_picture(console, picture, f"{plan.config_path.name} · {axes} · rehearsed")
     if json_path is not None:
-        _write_json(json_path, plan, traces, sites)
+        _write_json(json_path, plan, traces, sites, unapplied)
     fullest = max(traces, key=lambda rank: traces[rank].peak_bytes)
     peak = traces[fullest].peak_bytes
     if cluster is not None:
@@ -171,7 +178,9 @@ def _sites(plan: Plan, traces: dict[int, Trace]) -> list[dict[str, Any]]:
     return sites_json(fullest, sites, plan.world_size, getattr(torch, plan.dtype).itemsize, plan.accumulation)
 
 
-def _write_json(path: Path, plan: Plan, traces: dict[int, Trace], sites: list[dict[str, Any]]) -> None:
+def _write_json(
+    path: Path, plan: Plan, traces: dict[int, Trace], sites: list[dict[str, Any]], unapplied: Sequence[NotApplied]
+) -> None:
     from shardwright.report.ledger import ledger_json
     from shardwright.report.volume import collectives_json
 
@@ -181,6 +190,7 @@ def _write_json(path: Path, plan: Plan, traces: dict[int, Trace], sites: list[di
         "rehearsed_peak": [trace.peak_bytes for trace in traces.values()],
         "ledger": [ledger_json(trace) for trace in traces.values()],
         "sites": sites,
+        "not_applied": [each.to_json() for each in unapplied],
         "collectives": [collectives_json(trace, by_phase=True) for trace in traces.values()],
     }
     write_text(path, json.dumps(figures, indent=2) + "\n")

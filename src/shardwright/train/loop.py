@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwright import mesh as mesh_math
 from shardwright._errors import DOES_NOT_FIT, DoesNotFit, InputError
@@ -257,6 +257,8 @@ def _train(run: Run, plan: Plan, place: Place, store: Store) -> None:
         if first and done:
             print(f"continues after step {done} from {resumed}", flush=True)
             forget_metrics_after(output / METRICS, done)
+        if first:
+            _tell_remarks(config, plan, run.learning_rate)
         writers = [shown.enter_context(WRITERS[kind](output, done)) for kind in run.metrics] if first else []
         progress = shown.enter_context(StepProgress(run.steps)) if first else None
 
@@ -290,6 +292,16 @@ def _train(run: Run, plan: Plan, place: Place, store: Store) -> None:
     if run.export_dir is not None:
         save_pretrained(model, run.export_dir, tokenizer=ExportedTokenizer(run.tokenizer_path, ending))
     torch.distributed.barrier()
+
+
+def _tell_remarks(config: Any, plan: Plan, learning_rate: float) -> None:
+    """Says what of the plan could not be applied, and what may not go as it is meant."""
+    from shardwright._remarks import not_applied, warnings_of
+
+    for each in not_applied(config, plan):
+        print(each, flush=True)
+    for line in warnings_of(config, plan, learning_rate):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _given(path: Path | None) -> Path:
