@@ -187,17 +187,21 @@ def test_weights_halved_between_evaluations(level):
     assert on_ranks(WORLD, halving, level) == [(0.0, 0.0)] * WORLD
 
 
-def modified_before_backward(level):
+def modified_before_backward(level, foreach):
     model = sharded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), level)
     y = model(torch.ones(2, 4, requires_grad=True)).sum()
     with torch.no_grad():
-        model[2].weight.add_(1)
+        if foreach:
+            torch._foreach_mul_([model[2].weight], 2.0)
+        else:
+            model[2].weight.add_(1)
     return message_of(y.backward)
 
 
+@pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_parameter_modified_between_forward_and_backward_raises(level):
-    for told in on_ranks(WORLD, modified_before_backward, level):
+def test_a_parameter_modified_between_forward_and_backward_raises(level, foreach):
+    for told in on_ranks(WORLD, modified_before_backward, level, foreach):
         assert "modified between its forward and its backward" in told
 
 

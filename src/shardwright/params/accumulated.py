@@ -25,7 +25,7 @@ class AccumulatedGradient(DTensor):
             tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             for tensor in tensors:
                 (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).zero_()
-            return args[0]
+            return args[0] if func is _ZEROING[0] else None
         return DTensor.__torch_dispatch__(func, types, args, kwargs or {})
 
 

@@ -160,9 +160,10 @@ class _Root:
         refuse_copy()
 
     def begin(self, *_: Any) -> None:
-        refuse_compile(self.name)
         schedule = self.store.schedule
-        if not schedule.inside:
+        schedule.inside += 1
+        refuse_compile(self.name)
+        if schedule.inside == 1:
             self.store.check_places()
             before = self.store.runtime.left_gathered
             other: _Root | None = None if before is None else before()
@@ -172,11 +173,10 @@ class _Root:
                 other.is_part = True
                 other.release()
             self.store.runtime.left_gathered = None
-        schedule.inside += 1
 
     def end(self, *_: Any) -> None:
         schedule = self.store.schedule
-        schedule.inside -= 1
+        schedule.inside = max(0, schedule.inside - 1)  # what is refused before it begins ends all the same
         if not torch.is_grad_enabled():
             schedule.rest()
             return

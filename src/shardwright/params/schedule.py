@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 
+from shardwright import trace
 from shardwright.comm.agreement import Agreement, Answer, DivergenceError
 from shardwright.comm.bucket import Load
 from shardwright.params.launches import Launch, Launches
@@ -123,18 +125,28 @@ class Schedule:
         self.begin_pass()
         if not any(unit.gathers for unit in self.units):
             return is_part
-        written = [number for number, unit in enumerate(self.units) if unit.was_written()]
+        written = self._written()
         if any(unit.communicates for unit in self.units):
             answer = self._agree("begins a forward", written=written, is_part=is_part)
             is_part = any(said["is_part"] for said in answer.facts)
             written = sorted({number for said in answer.facts for number in said["written"]})
         for number in written:
-            self.units[number].expire()
+            self.units[number].expired = True
         if self.unused_are_zeros:  # a rank that uses other modules gathers for the others all the same
             for unit in self.units:
                 if unit.sharding.resident and unit.gathers and not unit.current:
                     self._start(unit, "async")
         return is_part
+
+    def _written(self) -> list[int]:
+        """The numbers of units whose gathered W is not what is stored; the device is waited for once."""
+        flags = [(number, flag) for number, unit in enumerate(self.units) for flag in unit.was_written()]
+        found = {number for number, unit in enumerate(self.units) if unit.gathered and unit.expired}
+        if flags and not isinstance(flags[0][1], FakeTensor):
+            with trace.quiet():
+                told = torch.stack([flag for _, flag in flags]).tolist()
+            found.update(number for (number, _), yes in zip(flags, told, strict=True) if yes)
+        return sorted(found)
 
     @property
     def awaits_backward(self) -> bool:
@@ -309,7 +321,7 @@ class Schedule:
             for unit in self.units:
                 unit.busy = 0
                 if self.unused_are_zeros and not self.accumulating:
-                    unit.expire()  # on every rank alike, whichever it used
+                    unit.expired = True  # on every rank alike, whichever it used
             for unit in self._alive():
                 if not unit.open and not (unit.sharding.keep and unit.uses):
                     unit.release()

@@ -96,21 +96,23 @@ class StoredParameter:
         local = self.local
         return id(local), local._version, self.parameter._version
 
-    def holds_its_shard(self) -> bool:
-        """Whether this rank's rows of the gathered W are what is stored, bit for bit.
+    def was_written(self) -> torch.Tensor:
+        """Whether this rank's rows of the gathered W are other than what is stored: a bool [], on the device.
 
         Writes through ``.data``, and those of torch's optimizers on DTensors, change no version: so values are
         compared, a MiB at a time, without a copy of the shard. (Nobody writes to a rehearsal's tensors.)
         """
         local, whole = self.local, self._whole
-        if whole is None or isinstance(local, FakeTensor):
-            return True
-        with trace.quiet(), torch.no_grad():
+        with trace.quiet(), torch.no_grad(), torch.inference_mode(False):
+            written = torch.zeros((), dtype=torch.bool, device=local.device)
+            if whole is None or isinstance(local, FakeTensor):
+                return written
             start, stop = self.gather_group.bounds(whole.shape[0]) if whole.dim() else (0, 1)
             mine, stored = whole.reshape(whole.shape or (1,))[start:stop].reshape(-1), local.reshape(-1)
             step = max(1, COMPARED_BYTES // local.dtype.itemsize)
-            pairs = zip(mine.split(step), stored.split(step), strict=True)
-            return all(torch.equal(_bits(one), _bits(other.to(self.dtype))) for one, other in pairs if one.numel())
+            for one, other in zip(mine.split(step), stored.split(step), strict=True):
+                written |= (_bits(one) != _bits(other.to(self.dtype))).any()
+            return written
 
     @property
     def whole_shape(self) -> torch.Size:
@@ -156,9 +158,20 @@ class StoredParameter:
         assert self._whole is not None
         return self._whole
 
-    def check_unmodified(self, version: Version) -> None:
-        """Raises RuntimeError where the stored parameter was written to since its version was this."""
-        if version != self.version:
+    def fingerprint(self) -> int:
+        """A sum over the bits of the shard, on a CPU: DTensors do not note what is written to lists of them.
+
+        0 on other devices, where to read it would hold the host up.
+        """
+        local = self.local
+        if local.device.type != "cpu" or isinstance(local, FakeTensor) or local.dtype.itemsize not in _INTEGERS:
+            return 0
+        with trace.quiet(), torch.no_grad():
+            return int(_bits(local).sum(dtype=torch.int64))
+
+    def check_unmodified(self, version: Version, fingerprint: int | None = None) -> None:
+        """Raises RuntimeError where the stored parameter was written to since its version, and its bits, were these."""
+        if version != self.version or fingerprint not in (None, self.fingerprint()):
             raise RuntimeError(f"{self.name}: found a parameter that was modified between its forward and its backward")
 
     def part(self) -> torch.Tensor:
@@ -366,7 +379,7 @@ class StoredParameter:
                 )
             self.parameter = cast(torch.nn.Parameter, found)
             self._accumulated = None
-            self.unit.expire()
+            self.unit.expired = True
         if self.parameter.dtype != self.stored_dtype:
             raise InputError(
                 f"{name}: found {self.parameter.dtype}; allowed: {self.stored_dtype}, as it was stored (convert the "

@@ -58,7 +58,7 @@ class Unit:
 
     open, busy: how many forwards, and backwards, of the unit's module are at work, where modules tell (lending.py). W
     is not released meanwhile. vacated: members whose W backward has released already. trained_bytes: of the members
-    whose gradients this backward may bring.
+    whose gradients this backward may bring. expired: what is gathered is out of date, the next request gathers again.
     """
 
     def __init__(self, name: str, schedule: Schedule, sharding: Sharding):
@@ -70,7 +70,7 @@ class Unit:
         self.vacated: list[StoredParameter] = []
         self._arrivals: list[GatheringTogether | GatheringPacked] = []
         self._seen: list[Version] = []
-        self._stale = False
+        self.expired = False
         self._operations: dict[tuple[str, AxisGroup], Logged] = {}  # of this backward: launches of one kind are one
 
     @property
@@ -107,7 +107,7 @@ class Unit:
     @property
     def current(self) -> bool:
         """Whether what is gathered (or under way) is what is stored now."""
-        return self.gathered and not self._stale and self._seen == self._versions()
+        return self.gathered and not self.expired and self._seen == self._versions()
 
     @property
     def has_fresh(self) -> bool:
@@ -117,21 +117,22 @@ class Unit:
     def _versions(self) -> list[Version]:
         return [stored.version for stored in self.gathers]
 
-    def was_written(self) -> bool:
-        """Whether a stored shard differs from what was gathered of it: written by whatever means, seen or not."""
-        if not self.gathered or self._stale:
-            return False
-        self.wait()
-        there = [stored for stored in self.gathers if stored not in self.vacated]
-        return self._seen != self._versions() or not all(stored.holds_its_shard() for stored in there)
+    def was_written(self) -> list[torch.Tensor]:
+        """Whether a stored shard differs from what was gathered of it, by whatever means it was written.
 
-    def expire(self) -> None:
-        """What is gathered is out of date: the next request gathers again."""
-        self._stale = True
+        Bools [] on the device, of which any decides; none where that is out of date anyway.
+        """
+        if not self.gathered or self.expired:
+            return []
+        self.wait()
+        if self._seen != self._versions():
+            self.expired = True
+            return []
+        return [stored.was_written() for stored in self.gathers if stored not in self.vacated]
 
     def start(self, mode: str) -> None:
         """Begins to gather every W."""
-        self.gathered, self._stale, self._seen, self.vacated = True, False, self._versions(), []
+        self.gathered, self.expired, self._seen, self.vacated = True, False, self._versions(), []
         by_group: dict[AxisGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         with torch.inference_mode(False), torch.no_grad():
             for stored in self.gathers:
@@ -185,7 +186,7 @@ class Unit:
         if self.gathered and not (self.open or self.busy or self.sharding.resident):
             self.release()
         self.schedule.close(self)
-        self._stale = self._stale or not self.schedule.accumulating  # a step of the optimizer comes next
+        self.expired = self.expired or not self.schedule.accumulating  # a step of the optimizer comes next
 
     def begin_backward(self) -> None:
         """A backward begins: launches of one kind will be one logical operation of the trace."""

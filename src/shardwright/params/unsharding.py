@@ -83,6 +83,8 @@ class UnshardHooks:
         refuse_copy()
 
     def _reshard(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._calls:  # refused before it began
+            return
         call, pushed = self._calls.pop()
         if pushed:
             self.saved.pop()
@@ -118,7 +120,7 @@ class ModuleCall:
         self.places, self.saved = places, saved
         self.units = list(dict.fromkeys(place.stored.unit for place in places))
         self._expected: list[tuple[Unit, StoredParameter | None]] = []  # whose gradients are to come; None: the inputs'
-        self._versions: list[Version | None] = []
+        self._versions: list[tuple[Version, int] | None] = []
         self._uses: dict[int, Use] = {}
         self._handles: dict[StoredParameter, weakref.WeakSet[Handle]] = {}
         self._entered = self._read = -1  # the backwards that this call has taken note of, and asked for W in
@@ -154,7 +156,7 @@ class ModuleCall:
         """Announces a gradient to come, of a parameter or of the inputs; the number by which it is heard of."""
         number = len(self._expected)
         self._expected.append((unit, stored))
-        self._versions.append(None if stored is None else stored.version)
+        self._versions.append(None if stored is None else (stored.version, stored.fingerprint()))
         if self._wanted:
             self._uses[number] = unit.announce(stored)
         return number
@@ -196,9 +198,9 @@ class ModuleCall:
         if not self._enter() or self._read == self._entered:
             return
         self._read = self._entered
-        for (_, stored), version in zip(self._expected, self._versions, strict=True):
-            if stored is not None and version is not None and not stored.releases:  # of others, handles check it
-                stored.check_unmodified(version)
+        for (_, stored), seen in zip(self._expected, self._versions, strict=True):
+            if stored is not None and seen is not None:
+                stored.check_unmodified(*seen)
         self._busy = True
         for unit in self.units:
             unit.busy += 1
