@@ -15,7 +15,7 @@ FLOORS = {
     "train": 8,
     "planner": 7,
     "step": 6, "_rehearse": 6, "_remarks": 6,
-    "models": 5, "_parallelize": 5, "_forward": 5, "_fallback": 5,
+    "models": 5, "_structure": 5, "_parallelize": 5, "_forward": 5, "_fallback": 5,
     "linear": 4, "layers": 4,
     "params": 3,
     "comm": 2,

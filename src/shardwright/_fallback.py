@@ -16,6 +16,7 @@ from shardwright._errors import InputError
 from shardwright._forward import CausalLoss, check_keywords
 from shardwright._patterns import check_patterns
 from shardwright._plan import Plan
+from shardwright._structure import Structure
 from shardwright.comm import Runtime
 from shardwright.layers import ForwardDraws, VocabParallelLoss
 from shardwright.layers.classes import check_ids
@@ -52,6 +53,7 @@ def unsplit(model: Any, mesh: DeviceMesh, runtime: Runtime, plan: Plan, source: 
     model.register_forward_hook(model.loss_function.check, with_kwargs=True, always_call=True)
     model.get_input_embeddings().register_forward_pre_hook(check_ids)
     model.forward_draws = ForwardDraws(key_of(plan.seed, f"forward.{data.index}"), torch.device(mesh.device_type))
+    Structure(model, lent=True)
     _Surroundings(model)
     return model
 

@@ -35,6 +35,7 @@ from shardwright._forward import (
 )
 from shardwright._patterns import check_patterns
 from shardwright._plan import Plan
+from shardwright._structure import Structure, check_modules
 from shardwright.comm import AxisGroup, Runtime
 from shardwright.edge import edges
 from shardwright.layers import (
@@ -121,6 +122,7 @@ def check_fits(model: Any, plan: Plan) -> dict[Site, GridLayout]:
         return {}
     family = family_of(model.config)
     layouts = resolve(family, model.config, plan)
+    check_modules(model, family, layouts)
     own = {site.name for site, layout in layouts.items() if layout.axes_where("w", "sharded")}
     units = dict.fromkeys(map(_units(family, layouts), parameters))
     blocks = [f"{family.blocks}.{index}" for index in range(model.config.num_hidden_layers)]
@@ -232,9 +234,7 @@ class _Conversion:
         self.store.let_ranks_agree(gathers=False)  # ranks run one model's code: they ask for the same units
         model.register_forward_pre_hook(self.store.begin_forward)
         model.register_forward_hook(EndForward(self.store.schedule), always_call=True)
-        left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-        if left:
-            raise InputError(f"model: found parameters that no rule of {family.model_type!r} covers: {', '.join(left)}")
+        Structure(model)
         return model
 
     def _sharding_of(self, unit: str) -> Sharding:
