@@ -122,7 +122,7 @@ def test_embedding_is_exact(axes, word, padding):
         assert exact and worst <= 1e-13
 
 
-def loss(axes, labels, shift, dtype=torch.float64, given=False):
+def loss(axes, labels, shift, dtype=torch.float64, given=""):
     mesh = dense.mesh_of(**axes)
     layer = VocabParallelLoss(mesh, ("tensor",), ("data",))
     whole = dense.random(T, V, seed=2) * 3 + shift
@@ -130,6 +130,7 @@ def loss(axes, labels, shift, dtype=torch.float64, given=False):
     logits = cut(whole.to(dtype), mesh, placements).requires_grad_()
     mine = cut(labels, mesh, [Shard(0), Replicate()])
     count = (labels != -100).sum() if given else None
+    count = int(count) if given == "number" else count
     with sw.record() as trace:
         share = layer(logits, mine, count)
         (share * 3).backward()
@@ -182,8 +183,9 @@ def test_all_targets_ignored_is_zero_with_zero_gradients():
             assert off == 0 and worst == 0 and total == 0.0
 
 
-def test_the_count_can_be_given():
-    for off, worst, _, collectives in on_ranks(4, loss, {"data": 2, "tensor": 2}, LABELS, 0, torch.float64, True):
+@pytest.mark.parametrize("given", ["tensor", "number"])
+def test_the_count_can_be_given(given):
+    for off, worst, _, collectives in on_ranks(4, loss, {"data": 2, "tensor": 2}, LABELS, 0, torch.float64, given):
         assert off <= 1e-10 and worst <= 1e-10 and [c[0] for c in collectives] == ["all_gather"]
 
 

@@ -15,6 +15,10 @@ Others of that list are tests elsewhere, with the same figures:
 | w [2,6] saved on four ranks, loaded on fewer   | test_checkpoint: test_uneven_empty_and_fused_shards_come_back_on_… |
 | norm gradient with split tokens (8)            | test_layers: test_norm_gradient_with_split_tokens                  |
 | a tall weight: the planner picks one dimension | test_single: test_a_tall_weight_and_few_tokens_want_one_dimension  |
+| ids and labels that no rank owns               | test_values: test_ids_and_labels_outside_the_vocabulary_are_…      |
+| all logits + 1e4                               | test_layers: test_an_offset_that_all_logits_share_costs_no_…       |
+| fewer key/value heads than ranks (128 rows)    | test_shared_heads: test_a_rank_stores_the_rows_of_its_head         |
+| adapters, before parallelize and after         | test_structure: test_what_the_rule_table_…, test_what_is_put_…     |
 """
 
 from __future__ import annotations

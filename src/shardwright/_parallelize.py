@@ -74,7 +74,9 @@ def parallelize(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None 
     the plan stores them (``master_dtype``, else ``dtype``), whatever it was: values of another type are cast. Called
     with labels it returns this rank's share of the mean loss. source: where shards get their values, if not so.
 
-    Raises InputError before anything is changed where the plan does not fit the model or the mesh.
+    From then on modules and parameters stay as they are: what is put in beside them (adapters, wrappers, hooks on
+    linears) is refused at the next forward pass. Raises InputError before anything is changed where the plan does not
+    fit the model or the mesh, or the model holds what its rule table does not know.
     """
     warning = check_positions(model.config, plan.sequence)
     if warning is not None:

@@ -107,8 +107,8 @@ class VocabParallelLoss:
 
     vocab_axes: the mesh axes that split the vocabulary. token_axes: those that split the tokens of logits and labels.
     split_axes: those that split the tokens of the logits further; labels come whole along them. Labels are class
-    numbers, or −100 for tokens without a target. The count is given (a 0-dim tensor: targets of all token axes and
-    micro-batches), or taken here by one small all-reduce over the token axes. A count of 0 gives loss 0.
+    numbers, or −100 for tokens without a target. The count is given (a number or 0-dim tensor: targets of all token
+    axes and micro-batches), or taken here by one small all-reduce over the token axes. A count of 0 gives loss 0.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class VocabParallelLoss:
         self,
         logits: torch.Tensor,
         labels: torch.Tensor,
-        count: torch.Tensor | None = None,
+        count: torch.Tensor | int | None = None,
         vocab_size: int | None = None,
     ) -> torch.Tensor:
         """This rank's share of the mean loss, 0-dim: summed over ``shares`` (token and split axes) it is the mean.
@@ -140,6 +140,8 @@ class VocabParallelLoss:
             logits, labels = logits.flatten(0, -2), labels.reshape(-1)
             if count is None:
                 count = self.count_targets(labels)
+            elif not isinstance(count, torch.Tensor):
+                count = labels.new_full((), count)
             classes = logits.shape[-1] if self.vocab.size == 1 else vocab_size or logits.shape[-1] * self.vocab.size
             check_classes("labels", labels, classes, IGNORED)
             labels = labels[slice(*self.split.bounds(labels.shape[0]))]
