@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import shardwright as sw
 import tiny
 from shardwright import _rehearse
+from shardwright._errors import InputError
 from shardwright.trace.fake import ShortFakeMode
 from test_families import FAMILIES
 
@@ -91,3 +92,33 @@ def test_views_share_their_storage():
 def test_constants_keep_their_values():
     with ShortFakeMode():
         assert (torch.tensor(3) + 1).item() == 4
+
+
+def laid_out(dtype, columns):
+    """Shape, strides and bytes of two grouped products and their gradients, and of a gradient of softplus."""
+    a = torch.empty(12, 16, dtype=dtype).normal_().requires_grad_()
+    b = torch.empty(3, columns, 16, dtype=dtype).normal_().transpose(1, 2).requires_grad_()
+    groups = torch.full((3,), 4, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    y = torch.nn.functional.grouped_mm(a, b, offs=groups)
+    y.backward(torch.empty_strided(y.shape, y.stride(), dtype=dtype).fill_(1))
+    turned = torch.ones(2, 5, 3).transpose(1, 2).requires_grad_()
+    (soft,) = torch.autograd.grad(torch.nn.functional.softplus(turned), turned, torch.ones(2, 3, 5))
+    found = [y, a.grad, b.grad, soft]
+    return [(each.shape, each.stride(), each.dtype, each.untyped_storage().nbytes()) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns"), [(torch.float32, 24), (torch.float32, 12), (torch.float16, 24), (torch.bfloat16, 24)]
+)
+def test_grouped_products_and_softplus_are_laid_out_as_real_ones(dtype, columns):
+    real = laid_out(dtype, columns)
+    with ShortFakeMode():
+        assert laid_out(dtype, columns) == real
+
+
+def test_grouped_products_of_rows_that_do_not_lie_at_16_bytes_are_refused():
+    """As torch's kernel does; rows of a result may lie so."""
+    with ShortFakeMode(), pytest.raises(InputError, match="grouped product: found rows of 10 elements; allowed: "):
+        torch.nn.functional.grouped_mm(
+            torch.empty(12, 10), torch.empty(3, 10, 16), offs=torch.empty(3, dtype=torch.int32)
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ class CausalLoss:
 
     def __init__(self, over_vocabulary: VocabParallelLoss):
         self.over_vocabulary = over_vocabulary
-        self._made: tuple[torch.Tensor, int] | None = None  # the loss of this forward pass, and its version
+        self._made: tuple[weakref.ref[torch.Tensor], int] | None = None  # the loss of this forward, and its version
 
     def __call__(
         self,
@@ -84,7 +85,7 @@ class CausalLoss:
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
         loss = self.over_vocabulary(logits, shift_labels, num_items_in_batch, vocab_size)
-        self._made = loss, loss._version
+        self._made = weakref.ref(loss), loss._version
         return loss
 
     def check(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
@@ -96,8 +97,10 @@ class CausalLoss:
         if output is None or kwargs.get("labels") is None:
             return
         found = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
-        if made is None or found is not made[0]:
-            what = "none" if found is None else "a loss of the model's own"
+        if found is None:
+            what = "none"
+        elif made is None or found is not made[0]():
+            what = "a loss of the model's own"
         elif found._version != made[1]:
             what = "a loss to which the model adds another"
         else:
