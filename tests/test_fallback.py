@@ -394,3 +394,17 @@ def test_a_persistent_buffer_that_no_file_has_is_named(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(sw.InputError, match="e_score_correction_bias: found no weight of that name; allowed: "):
         from_safetensors(tmp_path, {module: name for name, module in model.named_modules()})
+
+
+def buffers_of(path, plan):
+    return {name: buffer.dtype for name, buffer in built(plan, path).named_buffers()}
+
+
+def test_buffers_have_the_types_of_a_model_made_in_the_computing_type():
+    """Masters are float32; what the model's own code computes beside them is bfloat16 where it would be."""
+    path = path_of("minimax")
+    plan = plan_of(path, dtype="bfloat16", master_dtype="float32")
+    expected = models.build_meta(models.load_config(path), "bfloat16").named_buffers()
+    expected = {name: buffer.dtype for name, buffer in expected}
+    assert on_ranks(1, buffers_of, path, plan) == [expected] and len(set(expected.values())) == 2
+    assert rehearse(path, plan, steps=1).peak_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from shardwright import trace
 from shardwright._errors import InputError
 from shardwright._forward import CausalLoss, check_keywords
 from shardwright._patterns import check_patterns
@@ -21,6 +24,7 @@ from shardwright.comm import Runtime
 from shardwright.layers import ForwardDraws, VocabParallelLoss
 from shardwright.layers.classes import check_ids
 from shardwright.layout import GridLayout
+from shardwright.models import build_meta
 from shardwright.params.buffers import fill_buffers
 from shardwright.params.initial import Source
 from shardwright.params.lending import lend
@@ -40,6 +44,8 @@ def unsplit(model: Any, mesh: DeviceMesh, runtime: Runtime, plan: Plan, source: 
     _check_plan(plan, data.size)
     _check_model(model)
     recomputed = _recomputed(model, plan)
+    if plan.dtype != plan.stored_dtype:
+        _retype_buffers(model, plan.dtype)
     runtime.arena.slots = plan.arena
     lend(model, mesh, plan.data_axes, plan.sharding_for, plan.in_flight, source=source)
     fill_buffers(model, torch.device(mesh.device_type), plan.seed, source)
@@ -95,6 +101,18 @@ def _recomputed(model: Any, plan: Plan) -> list[Any]:
         raise InputError(f"recompute: found {', '.join(plan.recompute)}; allowed: nothing, since no block recomputes")
     check_patterns("recompute", plan.recompute, [name for name, _ in wanted], "block")
     return [module for name, module in wanted if plan.recompute_for(name) == "block"]
+
+
+def _retype_buffers(model: Any, dtype: str) -> None:
+    """Gives buffers without memory the element types that they have in a model made in ``dtype``."""
+    with unset_fake_temporarily(), trace.quiet():
+        made = build_meta(copy.deepcopy(model.config), dtype)
+    types = {name: buffer.dtype for name, buffer in made.named_buffers()}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                with unset_fake_temporarily(), trace.quiet():
+                    module._buffers[name] = buffer.to(types[f"{prefix}.{name}".removeprefix(".")])
 
 
 class _Surroundings:

@@ -96,7 +96,7 @@ class CausalLoss:
         made, self._made = self._made, None
         if output is None or kwargs.get("labels") is None:
             return
-        found = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+        found: torch.Tensor | None = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
         if found is None:
             what = "none"
         elif made is None or found is not made[0]():
