@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,11 @@ from shardwright._errors import InputError
 from shardwright._replacing import write_text
 from shardwright.cli.common import DTYPES, SIZE, STORED, JsonOption, app, check_directories, exit_status, tell_remarks
 from shardwright.planner import SECONDS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwright.planner.asked import Asked
 
 
 @app.command()
@@ -41,6 +46,9 @@ def plan(
         bool,
         typer.Option("--max-batch", help="For the largest batch in one micro-batch, doubled as often as it fits."),
     ] = False,
+    fallback: Annotated[
+        bool, typer.Option("--fallback", help="Take a model without a rule table too: data parallel, linears unsplit.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="PLAN.yaml", help="Write the plan.")] = None,
     json_path: JsonOption = None,
     picture: Annotated[
@@ -59,36 +67,80 @@ def plan(
         from shardwright.planner.asked import asked
 
         types = (DTYPES.get(dtype, dtype), DTYPES.get(master_dtype, master_dtype))
-        ask = asked(config, cluster or devices or "", memory, batch, sequence, *types, backend, level)
+        ask = asked(config, cluster or devices or "", memory, batch, sequence, *types, backend, level, fallback)
 
-        from shardwright._remarks import not_applied, warnings_of
-        from shardwright.planner import pareto
-        from shardwright.planner.request import largest_batch, least_devices, longest_sequence, problem_of
-        from shardwright.planner.search import search
-        from shardwright.report import planning
+        from shardwright.planner.request import runs_unsplit
         from shardwright.report.console import table_console
 
-        problem = problem_of(ask)
-        searches = {"--min-devices": least_devices, "--max-sequence": longest_sequence, "--max-batch": largest_batch}
-        answer = searches[given[0]] if given else search
         console = table_console()
-        with console.status("planning") as status:
-            found = answer(problem, seconds, tell=lambda line: status.update(f"planning: {line}"))
-            points = pareto.curve(found.looked_at)
-            knobs = pareto.knobs([point for point in points if point.peak <= found.problem.memory])
-        unapplied = not_applied(problem.config, found.plan)
-        if output is not None:  # before a word is said: whoever reads may close the pipe
-            found.plan.save(output)
-        if json_path is not None:
-            figures = planning.found_json(found, points, knobs)
-            figures["not_applied"] = [each.to_json() for each in unapplied]
-            write_text(json_path, json.dumps(figures, indent=2) + "\n")
-        here = min(points, key=lambda point: (abs(point.seconds - found.mix.seconds), point.peak))
-        if picture is not None:
-            write_text(picture, planning.curve_svg(points, found.problem.memory, here))
-        for line in planning.headline(found):
-            console.print(line, highlight=False)
-        console.print(planning.candidates_table(found))
-        console.print(planning.curve_table(points, knobs, here))
-        console.print(planning.distance_table(found))
-        tell_remarks(console, unapplied, warnings_of(problem.config, found.plan))
+        if not runs_unsplit(ask):
+            answer = given[0] if given else "the fastest"
+            _searched(console, ask, answer, seconds, output, json_path, picture)
+            return
+        for option, asked_for in (*counted.items(), ("--svg", picture)):
+            if asked_for:
+                allowed = "neither, since this model has no rule table"
+                raise InputError(f"{option}: found it beside --fallback; allowed: {allowed}")
+        _unsplit(console, ask, output, json_path)
+
+
+def _searched(
+    console: Console,
+    ask: Asked,
+    answer: str,
+    seconds: float,
+    output: Path | None,
+    json_path: Path | None,
+    picture: Path | None,
+) -> None:
+    """The search, written and told. answer: an option, or none of them."""
+    from shardwright._remarks import not_applied, warnings_of
+    from shardwright.planner import pareto
+    from shardwright.planner.request import largest_batch, least_devices, longest_sequence, problem_of
+    from shardwright.planner.search import search
+    from shardwright.report import planning
+
+    searches = {"--min-devices": least_devices, "--max-sequence": longest_sequence, "--max-batch": largest_batch}
+    problem = problem_of(ask)
+    with console.status("planning") as status:
+        found = searches.get(answer, search)(problem, seconds, tell=lambda line: status.update(f"planning: {line}"))
+        points = pareto.curve(found.looked_at)
+        knobs = pareto.knobs([point for point in points if point.peak <= found.problem.memory])
+    unapplied = not_applied(problem.config, found.plan)
+    if output is not None:  # before a word is said: whoever reads may close the pipe
+        found.plan.save(output)
+    if json_path is not None:
+        figures = planning.found_json(found, points, knobs)
+        figures["not_applied"] = [each.to_json() for each in unapplied]
+        write_text(json_path, json.dumps(figures, indent=2) + "\n")
+    here = min(points, key=lambda point: (abs(point.seconds - found.mix.seconds), point.peak))
+    if picture is not None:
+        write_text(picture, planning.curve_svg(points, found.problem.memory, here))
+    for line in planning.headline(found):
+        console.print(line, highlight=False)
+    console.print(planning.candidates_table(found))
+    console.print(planning.curve_table(points, knobs, here))
+    console.print(planning.distance_table(found))
+    tell_remarks(console, unapplied, warnings_of(problem.config, found.plan))
+
+
+def _unsplit(console: Console, ask: Asked, output: Path | None, json_path: Path | None) -> None:
+    """The best data-parallel plan of a model without a rule table, written and told."""
+    from shardwright import models
+    from shardwright._remarks import not_applied, warnings_of
+    from shardwright.planner.fallback import search_unsplit
+    from shardwright.report import unsplit
+
+    with console.status("planning") as status:
+        found = search_unsplit(ask, tell=lambda line: status.update(f"planning: {line}"))
+    config = models.load_config(ask.base.config_path)
+    unapplied = not_applied(config, found.plan)
+    if output is not None:
+        found.plan.save(output)
+    if json_path is not None:
+        figures = unsplit.found_json(found) | {"not_applied": [each.to_json() for each in unapplied]}
+        write_text(json_path, json.dumps(figures, indent=2) + "\n")
+    for line in unsplit.headline(found):
+        console.print(line, highlight=False)
+    console.print(unsplit.ways_table(found))
+    tell_remarks(console, unapplied, warnings_of(config, found.plan))

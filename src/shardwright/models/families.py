@@ -26,7 +26,7 @@ def family_of(config: Any) -> Family:
     if config.model_type not in FAMILIES:
         raise InputError(
             f"model_type: found {config.model_type!r}; allowed: {', '.join(FAMILIES)} "
-            "(another runs with its linears unsplit where the plan says fallback: true)"
+            "(another runs with its linears unsplit under --fallback, or where the plan says fallback: true)"
         )
     family = FAMILIES[config.model_type]
     _check_attention(config)

@@ -14,6 +14,7 @@ from shardwright.models.positions import check_positions
 from shardwright.planner import SECONDS
 from shardwright.planner.asked import Asked, asked
 from shardwright.planner.explore import Tell
+from shardwright.planner.fallback import search_unsplit
 from shardwright.planner.problem import Problem
 from shardwright.planner.search import Found, search
 
@@ -30,6 +31,7 @@ def plan(
     backend: str = "nccl",
     level: str | None = None,
     seconds: float = SECONDS,
+    fallback: bool = False,
 ) -> Plan:
     """The fastest plan that fits, certified by a rehearsal.
 
@@ -39,12 +41,15 @@ def plan(
     them into micro-batches (its ``batch`` × ``accumulation``). sequence: tokens of a sequence. dtype, master_dtype,
     backend: as in a plan file. level: the only sharding level to look at (replicate, optimizer, gradients,
     parameters); by default all.
-    seconds: how long to search.
+    seconds: how long to search. fallback: take a model without a rule table too, its linears unsplit: the best
+    data-parallel plan of it, whose ways are all rehearsed, however long that takes.
 
     Raises InputError for bad input, DoesNotFit where no plan fits, with the least budget that works.
     """
-    problem = request(config, cluster, memory, batch, sequence, dtype, master_dtype, backend, level)
-    return search(problem, seconds).plan
+    ask = asked(config, cluster, memory, batch, sequence, dtype, master_dtype, backend, level, fallback)
+    if runs_unsplit(ask):
+        return search_unsplit(ask).plan
+    return search(problem_of(ask), seconds).plan
 
 
 def request(
@@ -60,6 +65,11 @@ def request(
 ) -> Problem:
     """The problem that ``plan`` solves."""
     return problem_of(asked(config, cluster, memory, batch, sequence, dtype, master_dtype, backend, level))
+
+
+def runs_unsplit(ask: Asked) -> bool:
+    """Whether the model has no rule table, and fallback was asked for."""
+    return ask.base.fallback and not models.has_rule(models.load_config(ask.base.config_path))
 
 
 def problem_of(ask: Asked) -> Problem:
