@@ -134,17 +134,17 @@ AFTER = {
     ),
     "parameter": (
         lambda model: mlp(model).register_parameter("gate", nn.Parameter(torch.ones(1))),
-        "model.layers.1.mlp.gate: found another parameter than parallelize made",
+        "model.layers.1.mlp.gate: found a parameter put there or taken away since parallelize",
     ),
     "replaced": (
         lambda model: replace(mlp(model).up_proj, "weight", nn.Parameter(torch.zeros(144, 96))),
-        "model.layers.1.mlp.up_proj.weight: found another parameter than parallelize made",
+        "model.layers.1.mlp.up_proj.weight: found a Parameter of shape (144, 96) in the place of a sharded",
     ),
     "assigned": (
         lambda model: model.load_state_dict(
             {name: torch.zeros(value.shape) for name, value in model.state_dict().items()}, assign=True
         ),
-        "model.embed_tokens.weight: found another parameter than parallelize made",
+        "model.embed_tokens.weight: found a Parameter of shape (240, 96) in the place of a sharded",
     ),
 }
 

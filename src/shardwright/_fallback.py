@@ -59,7 +59,7 @@ def unsplit(model: Any, mesh: DeviceMesh, runtime: Runtime, plan: Plan, source: 
     model.register_forward_hook(model.loss_function.check, with_kwargs=True, always_call=True)
     model.get_input_embeddings().register_forward_pre_hook(check_ids)
     model.forward_draws = ForwardDraws(key_of(plan.seed, f"forward.{data.index}"), torch.device(mesh.device_type))
-    Structure(model, lent=True)
+    Structure(model)
     _Surroundings(model)
     return model
 

@@ -78,47 +78,46 @@ def _is(module: nn.Module, kind: str) -> bool:
 
 
 class Structure:
-    """A forward pre-hook: the model's modules and parameters are those of when this was made.
+    """A forward pre-hook: the model has the modules, and parameters of the names, that it had when this was made.
 
-    lent: parameters may be others of the same names (plain ones take the places of DTensors while modules run).
-    A module that ``torch.compile`` has wrapped is itself.
+    That the parameters themselves are the same is looked at by their store. A module that ``torch.compile`` has wrapped
+    is itself.
     """
 
-    def __init__(self, model: nn.Module, lent: bool = False):
-        self._lent = lent
+    def __init__(self, model: nn.Module):
         self._held = [
-            (name, module, dict(module._modules), dict(module._parameters)) for name, module in model.named_modules()
+            (name, module, dict(module._modules), [*module._parameters]) for name, module in model.named_modules()
         ]
         model.register_forward_pre_hook(self)
 
     def __call__(self, model: nn.Module, args: Any) -> None:
-        """Raises InputError for the first module or parameter that is another one, or a hook that a site would run."""
+        """Raises InputError for the first module that is another one, a new parameter, or a hook on a site."""
         for name, module, children, parameters in self._held:
             if module._modules != children:
-                self._check_children(name, module, children)
-            now = module._parameters
-            if now.keys() != parameters.keys():
-                self._refuse_parameter(name, sorted(now.keys() ^ parameters.keys())[0])
-            elif not self._lent and any(now[key] is not parameter for key, parameter in parameters.items()):
-                self._refuse_parameter(name, next(key for key in now if now[key] is not parameters[key]))
+                _check_children(name, module, children)
+            if [*module._parameters] != parameters:
+                key = sorted({*module._parameters} ^ {*parameters})[0]
+                raise InputError(
+                    f"{_join(name, key)}: found a parameter put there or taken away since parallelize; allowed: those "
+                    "that were there"
+                )
             if isinstance(module, (GridLinear, VocabParallelEmbedding)) and any(getattr(module, h) for h in HOOKS):
                 raise InputError(
                     f"{name}: found a hook; allowed: none on a linear or embedding that lies on the mesh, where a hook "
                     "sees one rank's part"
                 )
 
-    def _check_children(self, name: str, module: nn.Module, children: Mapping[str, nn.Module | None]) -> None:
-        now: dict[str, Any] = {key: getattr(child, "_orig_mod", child) for key, child in module._modules.items()}
-        for key in (*now, *children):
-            if now.get(key) is not children.get(key):
-                kind = "no module" if now.get(key) is None else type(now[key]).__name__
-                raise InputError(
-                    f"{name}{'.' if name else ''}{key}: found {kind}, put there since parallelize; allowed: the "
-                    "modules that were there (no adapter, no wrapper)"
-                )
 
-    def _refuse_parameter(self, name: str, key: str) -> None:
-        raise InputError(
-            f"{name}{'.' if name else ''}{key}: found another parameter than parallelize made; allowed: that one, with "
-            "new values copied into it (copy_, load_state_dict)"
-        )
+def _check_children(name: str, module: nn.Module, children: Mapping[str, nn.Module | None]) -> None:
+    now: dict[str, Any] = {key: getattr(child, "_orig_mod", child) for key, child in module._modules.items()}
+    for key in (*now, *children):
+        if now.get(key) is not children.get(key):
+            kind = "no module" if now.get(key) is None else type(now[key]).__name__
+            raise InputError(
+                f"{_join(name, key)}: found {kind}, put there since parallelize; allowed: the modules that were there "
+                "(no adapter, no wrapper)"
+            )
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
