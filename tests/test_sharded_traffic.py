@@ -113,7 +113,7 @@ def accumulated(level, unsynchronised):
     mine = xs[2 * dist.get_rank() :][:2]
     held = []
     with sw.record(model) as trace:
-        with sw.no_sync(model) if unsynchronised else model.parameter_store.schedule.accumulate():
+        with sw.no_sync(model) if unsynchronised else model.parameter_store.schedule.reductions.accumulate():
             model(mine[0]).square().sum().backward()
         torch.zeros(1)  # the recorder notices the end of backward
         model(mine[1]).square().sum().backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from shardwright._files import found_text
 from shardwright._plan import Plan
 from shardwright.comm import all_reduce
 from shardwright.mesh import chunk
+from shardwright.params import Reductions
 from shardwright.params.clipping import clip_grad_norm_
 from shardwright.params.placement import wrap
 
@@ -126,7 +127,7 @@ class TrainStep:
         first, end = chunk(plan.batch, data.size, data.index)
         self.shape = (end - first, plan.sequence)
         self.loss = model.loss_function.over_vocabulary
-        self.accumulate: Callable[[], AbstractContextManager[None]] = model.parameter_store.schedule.accumulate
+        self.reductions: Reductions = model.parameter_store.schedule.reductions
         self.optimizer = FusedAdamW(
             model.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay, max_grad_norm=max_grad_norm
         )
@@ -142,7 +143,7 @@ class TrainStep:
                 f"step: found {len(micro_batches)} micro-batches; allowed: {self.accumulation}, the plan's accumulation"
             )
         self._check_shapes(micro_batches)
-        self.model.parameter_store.schedule.discard_accumulated()  # of a step that ended in an error
+        self.reductions.discard_accumulated()  # of a step that ended in an error
         count = self.loss.count_targets(*(labels for _, labels in micro_batches))
         shares: list[torch.Tensor] = []
         total: torch.Tensor = count
@@ -154,7 +155,7 @@ class TrainStep:
                     total = torch.stack(shares).sum()
                     all_reduce(total, self.loss.shares, "loss")
             # What is reduced once a step waits for the last micro-batch.
-            with nullcontext() if len(shares) == len(micro_batches) else self.accumulate():
+            with nullcontext() if len(shares) == len(micro_batches) else self.reductions.accumulate():
                 loss.backward()
             del loss
         self.optimizer.step()

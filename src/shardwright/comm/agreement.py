@@ -101,6 +101,20 @@ class Agreement:
         return "; ".join(f"rank{'s' * (len(who) > 1)} {_listed(who)} {words}" for words, who in ranks.items())
 
 
+def agree(agreement: Agreement | None, what: str, count: int = 0, **facts: Any) -> Answer:
+    """What ranks say who are about to do ``what``; without an agreement, this rank alone.
+
+    Raises DivergenceError where a rank is about to do something else. Other ``facts`` may differ.
+    """
+    if agreement is None:
+        return Answer(True, (facts,), count)
+    answer = agreement.state({"do": what, **facts}, count)
+    if not answer.alike and len({said["do"] for said in answer.facts}) > 1:
+        told = agreement.by_answer(tuple(f"{said['do']}" for said in answer.facts))
+        raise DivergenceError(f"ranks differ: {told}; allowed: parameter groups used alike on every rank")
+    return answer
+
+
 def _listed(ranks: list[int] | tuple[int, ...]) -> str:
     """At most eight of them, for a message."""
     shown = ", ".join(str(rank) for rank in ranks[:8])

@@ -1,6 +1,7 @@
 """The store of parameters: how a shard is cut, what a product leases, and how a gradient lands."""
 
 from shardwright.params.placement import Cut, cut, cut_of, make_parameter
+from shardwright.params.reductions import Reductions
 from shardwright.params.schedule import InFlightError, Schedule
 from shardwright.params.store import ParameterStore
 from shardwright.params.stored import StoredParameter
@@ -10,6 +11,7 @@ __all__ = [
     "Cut",
     "InFlightError",
     "ParameterStore",
+    "Reductions",
     "Schedule",
     "StoredParameter",
     "Unit",

@@ -85,12 +85,12 @@ def no_sync(module: nn.Module) -> AbstractContextManager[None]:
     partial; the next one outside reduces all. For micro-batches but the last: fewer bytes travel, more are held. A
     sharded level holds whole gradients then. ``zero_grad``, and an exception in a backward, forget what was added up.
     """
-    return _schedule(module).accumulate(LEVELS)
+    return _schedule(module).reductions.accumulate(LEVELS)
 
 
 def discard_accumulated(module: nn.Module) -> None:
     """Forgets the gradients that backwards inside ``no_sync`` have accumulated and none has reduced."""
-    _schedule(module).discard_accumulated()
+    _schedule(module).reductions.discard_accumulated()
 
 
 def _schedule(module: nn.Module) -> Schedule:

@@ -7,29 +7,17 @@ time or whether a collective has finished, so every rank, and a rehearsal, decid
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 
 from shardwright import trace
-from shardwright.comm.agreement import Agreement, Answer, DivergenceError
-from shardwright.comm.bucket import Load
-from shardwright.params.launches import Launch, Launches
-from shardwright.params.sharing import Sharing
-from shardwright.params.unit import Handles, Unit
-from shardwright.sharding import ONCE_A_STEP, Sharding
-
-if TYPE_CHECKING:
-    from shardwright.params.stored import StoredParameter
-
-
-TURNS = 16
-"""How often, at most, reductions are advanced while one unit's gradients are made."""
+from shardwright.comm.agreement import Agreement, agree
+from shardwright.params.reductions import Reductions
+from shardwright.params.unit import Unit
+from shardwright.sharding import Sharding
 
 
 class InFlightError(RuntimeError):
@@ -61,21 +49,16 @@ class Schedule:
     """Of the units of one model.
 
     in_flight: how many units may be gathered at once, those that stay gathered by their level aside.
-    accumulating: gradients of those levels are accumulated unreduced for now. agreement: between the ranks that store
-    the units together, where they are to agree before they communicate. unused_are_zeros: ranks may use different
-    parameters; what one does not use has a gradient of zero there.
+    unused_are_zeros: ranks may use different parameters. agreement: between the ranks that store the units together,
+    where they are to agree before they communicate.
     """
 
     def __init__(self, in_flight: int = 2, unused_are_zeros: bool = False):
         self.in_flight = in_flight
         self.unused_are_zeros = unused_are_zeros
-        self.agreement: Agreement | None = None
         self.agrees_on_gathers = True
-        self.accumulating: tuple[str, ...] = ()
         self.units: list[Unit] = []
-        self._launches: Launches | None = None
-        self._order: list[int] = []  # in which gradients arrived in the last backward, by the parameters' numbers
-        self._absent: set[int] = set()  # expected in the last backward, and formed by no rank
+        self.reductions: Reductions = Reductions(self.units, unused_are_zeros, self._travels)
         self._number = 0
         self.inside = 0  # forwards of the root module at work
         self._orders = {kind: _Order() for kind in ("forward", "backward")}
@@ -83,9 +66,6 @@ class Schedule:
         self._task = -1
         self._at: Unit | None = None
         self._following: list[Unit] = []
-        self._moving: deque[tuple[Iterator[Handles], Handles]] = deque()
-        self._sharing = Sharing()
-        self._made = 0  # bytes of gradients since reductions were last advanced
 
     def new_unit(self, name: str, sharding: Sharding) -> Unit:
         """A unit without members yet."""
@@ -94,24 +74,14 @@ class Schedule:
         return unit
 
     @property
-    def members(self) -> list[StoredParameter]:
-        """Every stored parameter; its place here is its number on every rank."""
-        return [stored for unit in self.units for stored in unit.members]
+    def agreement(self) -> Agreement | None:
+        """Between the ranks that store the units together."""
+        return self.reductions.agreement
 
     def number_of_use(self) -> int:
         """The next number of a use."""
         self._number += 1
         return self._number
-
-    def _agree(self, what: str, count: int = 0, **facts: Any) -> Answer:
-        """Ranks that state different things to do raise DivergenceError; other ``facts`` may differ."""
-        if self.agreement is None:
-            return Answer(True, (facts,), count)
-        answer = self.agreement.state({"do": what, **facts}, count)
-        if not answer.alike and len({said["do"] for said in answer.facts}) > 1:
-            told = self.agreement.by_answer(tuple(f"{said['do']}" for said in answer.facts))
-            raise DivergenceError(f"ranks differ: {told}; allowed: parameter groups used alike on every rank")
-        return answer
 
     # -- gathering
 
@@ -127,7 +97,7 @@ class Schedule:
             return is_part
         written = self._written()
         if any(unit.communicates for unit in self.units):
-            answer = self._agree("begins a forward", written=written, is_part=is_part)
+            answer = agree(self.agreement, "begins a forward", written=written, is_part=is_part)
             is_part = any(said["is_part"] for said in answer.facts)
             written = sorted({number for said in answer.facts for number in said["written"]})
         for number in written:
@@ -202,9 +172,9 @@ class Schedule:
                 "Raise in_flight, or take the outer unit's parameters apart into units of their own"
             )
         if unit.communicates and self.agrees_on_gathers:
-            issued = 0 if self._launches is None else self._launches.issued
-            answer = self._agree(f"gathers {unit.name or 'the root'} in {self._kind}", issued)
-            self._launch(answer.most, ahead=False)
+            name = unit.name or "the root"
+            answer = agree(self.agreement, f"gathers {name} in {self._kind}", self.reductions.issued)
+            self.reductions.launch(answer.most, ahead=False)
         unit.start(mode)
 
     def _alive(self) -> list[Unit]:
@@ -254,229 +224,36 @@ class Schedule:
         """Called by whatever happens first in a backward."""
         if self._task == task:
             return
-        self._made = 0
         self._task = task  # another one than before without a forward since is a backward inside of one
         self._enter("backward")
-        for unit in self.units:
-            unit.begin_backward()
-        self._launches = Launches(self._agreed_order())
-        for unit in self.units:
-            if unit.sharding.level not in self.accumulating:
-                self._sharing.expect([stored for stored in unit.members if stored.trains])
+        self.reductions.begin()
         engine: Any = Variable._execution_engine
         engine.queue_callback(self._end_backward)
 
-    @property
-    def _reducing(self) -> bool:
-        """Whether gradients of any unit are reduced for now, so that ranks must agree on how."""
-        return any(unit.sharding.level not in self.accumulating for unit in self.units if unit.trained_bytes)
-
-    def _agreed_order(self) -> list[StoredParameter]:
-        """The parameters whose gradients are expected: as they came in the last backward, new ones as used."""
-        members = self.members
-        numbers = {stored: number for number, stored in enumerate(members)}
-        first_use: dict[int, int] = {}
-        for unit in self.units:
-            for use in unit.uses:
-                if use.stored is not None:
-                    number = numbers[use.stored]
-                    first_use[number] = min(use.number, first_use.get(number, use.number))
-        expected = {
-            number
-            for number, stored in enumerate(members)
-            if stored.unit.sharding.level not in self.accumulating
-            and stored.trains
-            and (number in first_use or stored.has_accumulated)
-        }
-        known = [number for number in self._order if number in expected]
-        accumulated = {number for number in expected if members[number].has_accumulated}
-        new = expected - set(known) - (self._absent - accumulated)
-        order = known + sorted(new, key=lambda number: (-first_use.get(number, 0), -number))
-        if self._reducing:
-            facts: dict[str, Any] = {"accumulates": list(self.accumulating), "expects": order}
-            answer = self._agree("begins a backward", **facts)
-            if len({tuple(said["accumulates"]) for said in answer.facts}) > 1:
-                raise DivergenceError(
-                    "ranks differ: some accumulate gradients without synchronisation (no_sync), others reduce them; "
-                    "allowed: the same on every rank"
-                )
-            order = list(dict.fromkeys(number for said in answer.facts for number in said["expects"]))
-        return [members[number] for number in order]
-
     def _end_backward(self) -> None:
-        if self._launches is None:  # a backward inside of this one has ended it
+        if not self.reductions.under_way:  # a backward inside of this one has ended it
             return
-        for unit in self.units:
-            if unit.has_fresh:
-                unit.complete()
-        self._launches.close_all()
-        self._launch()
-        self._finish_moving()
         try:
-            if self._reducing:
-                self._settle(self._launches.arrived)
+            self.reductions.end()
+        except BaseException:
+            self.reductions.abandon()
+            raise
         finally:
-            self._launches = None
             self._task = -1
             for unit in self.units:
                 unit.busy = 0
-                if self.unused_are_zeros and not self.accumulating:
+                if self.unused_are_zeros and not self.reductions.accumulating:
                     unit.expired = True  # on every rank alike, whichever it used
             for unit in self._alive():
                 if not unit.open and not (unit.sharding.keep and unit.uses):
                     unit.release()
             self._at = None
 
-    def _finish_moving(self) -> None:
-        while self._moving:
-            self._step_all()
-        self._sharing.finish()
-
-    def _settle(self, arrived: dict[StoredParameter, None]) -> None:
-        """Gradients that came after their launch are reduced; where no rank had one, none is left behind.
-
-        Raises DivergenceError where ranks formed gradients of different parameters, and that was not asked for.
-        """
-        members = self.members
-        numbers = {stored: number for number, stored in enumerate(members)}
-        came = [numbers[stored] for stored in arrived]
-        late = [number for number, stored in enumerate(members) if stored.has_fresh]
-        answer = self._agree("ends a backward", formed=sorted({*came, *late}), late=late)
-        formed = {number for said in answer.facts for number in said["formed"]}
-        self._order = came + [number for number in late if number not in came]
-        self._absent = {number for number in range(len(members)) if number not in formed} & (
-            self._absent | {numbers[stored] for stored in members if stored.in_doubt}
-        )
-        late = sorted({number for said in answer.facts for number in said["late"]})
-        if self.unused_are_zeros or all(set(said["formed"]) == formed for said in answer.facts):
-            for unit in self.units:
-                chosen = tuple(members[number] for number in late if members[number].unit is unit)
-                if chosen:
-                    self._issue(Launch(unit, chosen, last=True))
-            self._finish_moving()
-            for number, stored in enumerate(members):
-                stored.settle(number in formed)
-            return
-        for stored in members:
-            stored.drop()
-        first = min(number for number in formed if any(number not in said["formed"] for said in answer.facts))
-        assert self.agreement is not None
-        told = self.agreement.by_answer(
-            tuple("formed its gradient" if first in said["formed"] else "did not" for said in answer.facts)
-        )
-        raise DivergenceError(
-            f"{members[first].unit.name or 'the root'}: {members[first].name}: {told}; allowed: the same parameters on "
-            'every rank, or unused="zeros"'
-        )
-
-    def _abandon(self) -> None:
-        """Drops what an aborted backward left: its gradients count for nothing."""
-        self._task, self._launches = -1, None
-        while self._moving:
-            _, handles = self._moving.popleft()
-            for handle in handles:
-                handle.finish()
-        self._sharing.abandon()
-        for unit in self.units:
-            unit.drop()
-
-    # -- reducing
-
-    def load(self, stored: StoredParameter) -> Load | None:
-        """What a gradient of ``stored`` fills of a bucket; None where it travels by itself."""
-        return self._sharing.load(stored)
-
-    def arrive(self, stored: StoredParameter) -> None:
-        """The gradient of ``stored`` is whole, if it has one: it may travel."""
-        if not stored.has_fresh or self._launches is None:
-            return
-        self._launches.arrive(stored)
-        if stored.unit.sharding.level in self.accumulating:
-            stored.accumulate()
-        self._launch()
-
-    def close(self, unit: Unit) -> None:
-        """The backward of ``unit`` is over: its gradients travel."""
-        if self._launches is None:
-            return
-        if unit.sharding.level in self.accumulating:
-            for stored in unit.members:
-                stored.accumulate()
-        self._launches.close(unit)
-        self._launch()
+    def _travels(self, unit: Unit) -> None:
         if unit is self._at:
             self._gather_ahead()
 
-    def _launch(self, least: int = 0, ahead: bool = True) -> None:
-        """Issues the launches whose turn has come: at ``least`` so many. ahead: the next unit may be gathered then."""
-        while self._launches is not None and (launch := self._launches.pop_due(least)) is not None:
-            self._issue(launch)
-            if ahead and launch.unit is self._at:
-                self._gather_ahead()
-
-    def _issue(self, launch: Launch) -> None:
-        """Its gradients start to travel; what travelled before goes on a stage.
-
-        So the unreduced gradients of one launch are alive in a group, beside those that are being formed.
-        """
-        fresh: list[tuple[StoredParameter, torch.Tensor]] = []
-        for stored in launch.members:
-            gradient = stored.take_fresh()
-            if gradient is not None and self._launches is not None:
-                self._launches.arrive(stored)
-            if gradient is None and self.agreement is not None:
-                gradient = stored.zero_gradient()
-            if gradient is not None:
-                fresh.append((stored, gradient))
-            del gradient
-        fresh = [(stored, gradient) for stored, gradient in fresh if not self._sharing.take(stored, gradient)]
-        if fresh:
-            self._step_all()
-            stages = launch.unit.reduction(fresh)
-            del fresh
-            self._continue(stages)
-
-    def _step_all(self) -> None:
-        for _ in range(len(self._moving)):
-            self._continue(self._moving.popleft()[0])
-
-    def _continue(self, stages: Iterator[Handles]) -> None:
-        with torch.no_grad():
-            handles = next(stages, None)
-        if handles is not None:
-            self._moving.append((stages, handles))
-
-    def advance(self, stored: StoredParameter) -> None:
-        """A gradient of ``stored`` was made: lets reductions under way take in what is next to arrive.
-
-        Once for each sixteenth of its unit: small gradients come so close to each other that to wait at each of them
-        would leave nothing to travel beside the products.
-        """
-        self._made += stored.whole_bytes
-        if TURNS * self._made < stored.unit.trained_bytes:
-            return
-        self._made = 0
-        for _, handles in self._moving:
-            for handle in handles:
-                handle.advance()
-        self._sharing.advance()
-
-    def discard_accumulated(self) -> None:
-        """Forgets what earlier micro-batches left, unreduced."""
-        for stored in self.members:
-            stored.discard_accumulated()
-
-    @contextmanager
-    def accumulate(self, levels: tuple[str, ...] = ONCE_A_STEP) -> Iterator[None]:
-        """Inside, gradients of ``levels`` accumulate, whole and unreduced; the next backward outside reduces them.
-
-        An exception that ends it discards what has accumulated.
-        """
-        before, self.accumulating = self.accumulating, levels
-        try:
-            yield
-        except BaseException:
-            self.discard_accumulated()
-            raise
-        finally:
-            self.accumulating = before
+    def _abandon(self) -> None:
+        """Drops what an aborted backward left: its gradients count for nothing."""
+        self._task = -1
+        self.reductions.abandon()

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwright._errors import InputError
 from shardwright.comm import Runtime
@@ -67,10 +67,10 @@ class ParameterStore:
         At the start of a forward, at both ends of a backward, and before each of the ``gathers``.
         """
         self.schedule.agrees_on_gathers = gathers
-        partial = {axis for stored in self.schedule.members for axis in stored.partial_axes}
+        partial = {axis for stored in self.schedule.reductions.members for axis in stored.partial_axes}
         group = self.runtime.group(tuple(axis for axis in self.runtime.sizes if axis in partial))
         if group.size > 1:
-            self.schedule.agreement = self.runtime.agreement(group)
+            self.schedule.reductions.agreement = self.runtime.agreement(group)
 
     def watch(self, module: nn.Module, key: str, stored: StoredParameter, qualified: str) -> None:
         """``module.key`` is ``stored``; ``check_places`` will look whether it still is."""
@@ -103,7 +103,7 @@ class ParameterStore:
                 continue
             found = module._parameters.get(key)
             if found is not stored.parameter or found.dtype != stored.stored_dtype:
-                stored.adopt(found, qualified)
+                _adopt(stored, found, qualified)
             if stored.trains and stored.communicates:
                 hooks.guard(stored.parameter, qualified)
 
@@ -181,3 +181,29 @@ def storage_of(
     others = [by_axis[axis] for axis in by_axis if axis not in joined]
     target = runtime.storage_mesh(joined, mesh)
     return target, [*others, last], storage if runtime.group(storage).size > 1 else ()
+
+
+def _adopt(stored: StoredParameter, found: torch.Tensor | None, name: str) -> None:
+    """Takes ``found``, which a module holds now under ``name``, for what is stored, if it is stored alike.
+
+    Raises InputError where it is no such parameter, or has become one of another element type.
+    """
+    old: Any = stored.parameter
+    if found is not old:
+        alike = (
+            isinstance(found, DTensor)
+            and isinstance(found, nn.Parameter)
+            and (found.shape, found.device_mesh, found.placements) == (old.shape, old.device_mesh, old.placements)
+        )
+        if not alike:
+            what = "none" if found is None else f"a {type(found).__name__} of shape {tuple(found.shape)}"
+            raise InputError(
+                f"{name}: found {what} in the place of a sharded parameter; allowed: its values changed in place "
+                "(copy_, load_state_dict without assign), or a parameter replaced before it is sharded"
+            )
+        stored.replace(cast(nn.Parameter, found))
+    if stored.parameter.dtype != stored.stored_dtype:
+        raise InputError(
+            f"{name}: found {stored.parameter.dtype}; allowed: {stored.stored_dtype}, as it was stored (convert the "
+            "model before it is sharded)"
+        )

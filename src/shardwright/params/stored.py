@@ -10,17 +10,16 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright import trace
-from shardwright._errors import InputError
 from shardwright.comm import Runtime
 from shardwright.params import hooks
 from shardwright.params.accumulated import AccumulatedGradient, accumulated_gradient
 from shardwright.params.placement import cut_of
 from shardwright.params.schedule import Schedule
 from shardwright.params.unit import Unit, Use, Version
+from shardwright.params.written import differs, fingerprint
 from shardwright.sharding import Sharding
 
 
@@ -97,22 +96,11 @@ class StoredParameter:
         return id(local), local._version, self.parameter._version
 
     def was_written(self) -> torch.Tensor:
-        """Whether this rank's rows of the gathered W are other than what is stored: a bool [], on the device.
-
-        Writes through ``.data``, and those of torch's optimizers on DTensors, change no version: so values are
-        compared, a MiB at a time, without a copy of the shard. (Nobody writes to a rehearsal's tensors.)
-        """
-        local, whole = self.local, self._whole
-        with trace.quiet(), torch.no_grad(), torch.inference_mode(False):
-            written = torch.zeros((), dtype=torch.bool, device=local.device)
-            if whole is None or isinstance(local, FakeTensor):
-                return written
-            start, stop = self.gather_group.bounds(whole.shape[0]) if whole.dim() else (0, 1)
-            mine, stored = whole.reshape(whole.shape or (1,))[start:stop].reshape(-1), local.reshape(-1)
-            step = max(1, COMPARED_BYTES // local.dtype.itemsize)
-            for one, other in zip(mine.split(step), stored.split(step), strict=True):
-                written |= (_bits(one) != _bits(other.to(self.dtype))).any()
-            return written
+        """Whether this rank's rows of the gathered W are other than what is stored: a bool [], on the device."""
+        assert self._whole is not None
+        whole = self._whole if self._whole.dim() else self._whole.reshape(1)
+        start, stop = self.gather_group.bounds(whole.shape[0])
+        return differs(whole[start:stop], self.local)
 
     @property
     def whole_shape(self) -> torch.Size:
@@ -158,20 +146,9 @@ class StoredParameter:
         assert self._whole is not None
         return self._whole
 
-    def fingerprint(self) -> int:
-        """A sum over the bits of the shard, on a CPU: DTensors do not note what is written to lists of them.
-
-        0 on other devices, where to read it would hold the host up.
-        """
-        local = self.local
-        if local.device.type != "cpu" or isinstance(local, FakeTensor) or local.dtype.itemsize not in _INTEGERS:
-            return 0
-        with trace.quiet(), torch.no_grad():
-            return int(_bits(local).sum(dtype=torch.int64))
-
-    def check_unmodified(self, version: Version, fingerprint: int | None = None) -> None:
-        """Raises RuntimeError where the stored parameter was written to since its version, and its bits, were these."""
-        if version != self.version or fingerprint not in (None, self.fingerprint()):
+    def check_unmodified(self, version: Version, print_then: int | None = None) -> None:
+        """Raises RuntimeError where it was written to since its version, and its shard's fingerprint, were these."""
+        if version != self.version or print_then not in (None, fingerprint(self.local)):
             raise RuntimeError(f"{self.name}: found a parameter that was modified between its forward and its backward")
 
     def part(self) -> torch.Tensor:
@@ -196,6 +173,12 @@ class StoredParameter:
         if self._whole is not None:
             self.runtime.arena.end(self._whole)
 
+    def replace(self, parameter: torch.nn.Parameter) -> None:
+        """``parameter`` is what is stored from now on, alike in all but its values."""
+        self.parameter = parameter
+        self._accumulated = None
+        self.unit.expired = True
+
     # -- gradients
 
     def use(self, needed: bool = False) -> Use | None:
@@ -217,7 +200,7 @@ class StoredParameter:
         """
         schedule = self.unit.schedule
         schedule.begin_backward(torch._C._current_graph_task_id())
-        schedule.advance(self)
+        schedule.reductions.advance(self)
         if self._fresh is None:
             self._fresh, self._fresh_owned = gradient, owned
         else:
@@ -356,47 +339,6 @@ class StoredParameter:
         else:
             cast(DTensor, parameter.grad)._local_tensor.add_(landed._local_tensor)
         hooks.after(parameter)
-
-    # -- what is stored may be replaced
-
-    def adopt(self, found: torch.Tensor | None, name: str) -> None:
-        """Takes ``found``, which the module holds now under ``name``, for what is stored, if it is stored alike.
-
-        Raises InputError where it is no such parameter, or has become one of another element type.
-        """
-        old = cast(DTensor, self.parameter)
-        if found is not self.parameter:
-            alike = (
-                isinstance(found, DTensor)
-                and isinstance(found, torch.nn.Parameter)
-                and (found.shape, found.device_mesh, found.placements) == (old.shape, old.device_mesh, old.placements)
-            )
-            if not alike:
-                what = "none" if found is None else f"a {type(found).__name__} of shape {tuple(found.shape)}"
-                raise InputError(
-                    f"{name}: found {what} in the place of a sharded parameter; allowed: its values changed in place "
-                    "(copy_, load_state_dict without assign), or a parameter replaced before sw.shard"
-                )
-            self.parameter = cast(torch.nn.Parameter, found)
-            self._accumulated = None
-            self.unit.expired = True
-        if self.parameter.dtype != self.stored_dtype:
-            raise InputError(
-                f"{name}: found {self.parameter.dtype}; allowed: {self.stored_dtype}, as it was stored (convert the "
-                "model before it is sharded)"
-            )
-
-
-COMPARED_BYTES = 2**20
-"""How much of a shard is compared at a time."""
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers, so that NaN equals itself; 16-byte numbers are left as they are."""
-    integer = _INTEGERS.get(values.dtype.itemsize)
-    return values if integer is None else values.view(integer)
 
 
 def _compute_dtype(stored: torch.dtype, name: str | None) -> torch.dtype:

@@ -179,14 +179,14 @@ class Unit:
             self.wait()
             stored.vacate()
             self.vacated.append(stored)
-        self.schedule.arrive(stored)
+        self.schedule.reductions.arrive(stored)
 
     def complete(self) -> None:
         """No living use is left in this backward: W is released, and what was deposited is reduced."""
         if self.gathered and not (self.open or self.busy or self.sharding.resident):
             self.release()
-        self.schedule.close(self)
-        self.expired = self.expired or not self.schedule.accumulating  # a step of the optimizer comes next
+        self.schedule.reductions.close(self)
+        self.expired = self.expired or not self.schedule.reductions.accumulating  # a step of the optimizer comes next
 
     def begin_backward(self) -> None:
         """A backward begins: launches of one kind will be one logical operation of the trace."""

@@ -26,6 +26,7 @@ from shardwright.params.saved import Handle, SavedWeights
 from shardwright.params.schedule import Schedule
 from shardwright.params.stored import StoredParameter
 from shardwright.params.unit import Unit, Use, Version
+from shardwright.params.written import fingerprint
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class ModuleCall:
         """Announces a gradient to come, of a parameter or of the inputs; the number by which it is heard of."""
         number = len(self._expected)
         self._expected.append((unit, stored))
-        self._versions.append(None if stored is None else (stored.version, stored.fingerprint()))
+        self._versions.append(None if stored is None else (stored.version, fingerprint(stored.local)))
         if self._wanted:
             self._uses[number] = unit.announce(stored)
         return number

@@ -110,6 +110,8 @@ def _loads(
             for unit in schedule.units:
                 block = Names(family.blocks).block(unit.name)
                 if block is not None:
-                    shapes_and_loads = [(each.whole_shape, schedule.load(each)) for each in unit.members if each.trains]
+                    shapes_and_loads = [
+                        (each.whole_shape, schedule.reductions.load(each)) for each in unit.members if each.trains
+                    ]
                     found[block] += [(shape, load) for shape, load in shapes_and_loads if load is not None]
     return found
