@@ -70,7 +70,7 @@ class CausalLoss:
         logits: torch.Tensor,
         labels: torch.Tensor,
         vocab_size: int,
-        num_items_in_batch: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
         shift_labels: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor:
@@ -81,7 +81,8 @@ class CausalLoss:
         for name, value in more.items():
             known = name in (TOKENS, "pad_token_id", *UNDERSTOOD, *OFF) or (name, value) == ("ignore_index", IGNORED)
             if value is not None and not known:
-                raise InputError(f"loss: found {name}={value!r} from the model; allowed: the mean over all targets")
+                found = repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+                raise InputError(f"loss: found {name}={found:.80} from the model; allowed: the mean over all targets")
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
         loss = self.over_vocabulary(logits, shift_labels, num_items_in_batch, vocab_size)
