@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 
 import dense
 import shardwright as sw
+import tiny
 from nets import LEVELS
 from ranks import on_ranks
+from shardwright import models
 
 WORLD = 2
 SPLIT = [name for name in LEVELS if name != "replicate"]
@@ -315,6 +317,25 @@ def test_reduced_and_accumulated_gradients_add_up(level):
         assert error <= 1e-5 and "no_sync" in refused
 
 
+def means(level):
+    """Means of what two ranks have, over a backward that reduces, two that accumulate, and one that reduces again."""
+    model = sharded(nn.Linear(3, 5, bias=False), level, reduce="mean")
+    x = [[dense.random(2, 3, seed=10 * rank + seed).float() for seed in range(4)] for rank in range(WORLD)]
+    mine = x[dist.get_rank()]
+    model(mine[0]).sum().backward()
+    with sw.no_sync(model):
+        model(mine[1]).sum().backward()
+        model(mine[2]).sum().backward()
+    model(mine[3]).sum().backward()
+    expected = sum(sum(each) for each in x).sum(0).expand(5, 3) / WORLD
+    return (model.weight.grad.full_tensor() - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_are_means_where_that_is_asked_for(level):
+    assert max(on_ranks(WORLD, means, level)) <= 1e-5
+
+
 # -- gradients that come in beside the output -------------------------------------------------------------------------
 
 
@@ -463,6 +484,20 @@ def test_an_optimizer_made_before_is_told(level):
         assert all(each.startswith("InputError") and "optimizer" in each for each in told)
 
 
+class Pretrained(nn.Linear):
+    def save_pretrained(self, directory):
+        raise AssertionError("it would write this rank's shards")
+
+
+def test_save_pretrained_of_a_sharded_module_tells_what_to_use():
+    for told in on_ranks(WORLD, saved_by_itself):
+        assert told.startswith("InputError: save_pretrained") and "export" in told
+
+
+def saved_by_itself():
+    return message_of(sharded(Pretrained(4, 4), "parameters").save_pretrained, "somewhere")
+
+
 def compiled(level):
     model = sharded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), level)
     told = message_of(lambda: torch.compile(model, backend="eager")(torch.ones(2, 4)).sum().backward())
@@ -559,3 +594,42 @@ def test_blocks_that_are_sharded_one_by_one_are_released_after_their_forwards():
     """Nothing stays gathered after forward (all of it did: 794,112 of 794,112 bytes)."""
     for held, error in on_ranks(WORLD, one_by_one, "parameters"):
         assert held == 0 and error <= 1e-12
+
+
+# -- a parallelized model ---------------------------------------------------------------------------------------------
+
+
+def hooked_llama(before):
+    plan = tiny.plan_of({"data": 1, "tensor": 2}, "sequence-parallel", params={"*": "parameters"})
+    mesh = dense.mesh_of(data=1, tensor=2)
+    seen, model = [], models.build_meta(models.load_config(plan.config_path))
+    names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
+
+    def register():
+        for name in names:
+            parameter = model.get_parameter(name)
+            parameter.register_hook(lambda gradient: seen.append(type(gradient).__name__))
+            parameter.register_hook(lambda gradient: gradient * 0)
+            parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad is not None))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if before:
+        register()
+    sw.parallelize(model, mesh, plan)
+    if not before:
+        register()
+    ids = torch.randint(0, 240, (tiny.BATCH, tiny.SEQUENCE), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, labels=ids).loss.backward()
+    sizes = {
+        name: parameter.grad.full_tensor().abs().max().item()
+        for name, parameter in model.named_parameters()
+        if name in (*names, "lm_head.weight")
+    }
+    return seen, [sizes[name] for name in names], sizes["lm_head.weight"] > 0, message_of(optimizer.step)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_on_parameters_of_a_parallelized_model_run(before):
+    for seen, hooked, trained, told in on_ranks(WORLD, hooked_llama, before):
+        assert seen == ["DTensor", True] * 3 and hooked == [0.0] * 3 and trained
+        assert told.startswith("InputError: optimizer")

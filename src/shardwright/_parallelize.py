@@ -62,6 +62,7 @@ from shardwright.params.buffers import fill_buffers
 from shardwright.params.initial import InDtype, Source, from_seed, from_values, retype
 from shardwright.params.lending import units_of
 from shardwright.params.random import key_of
+from shardwright.params.retired import retire
 from shardwright.sharding import Sharding
 from shardwright.site import Linear, Site, check_divides, check_heads, exchanged_axes, gathers_heads, held_heads
 
@@ -98,7 +99,10 @@ def put(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None = None) 
         return model
     runtime.arena.slots = plan.arena
     source = _stored_source(model, mesh, plan, source)
+    before = list(model.parameters())
     _Conversion(model, mesh, runtime, family_of(model.config), layouts, source, plan).run()
+    for parameter in before:
+        retire(parameter)
     model.parallelized = Parallelized(plan, mesh)
     return model
 

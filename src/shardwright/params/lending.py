@@ -27,6 +27,9 @@ from shardwright.params.stored import StoredParameter
 from shardwright.params.unsharding import Place, UnshardHooks, refuse_compile, refuse_copy
 from shardwright.sharding import LEVELS, Sharding
 
+REDUCE = ("sum", "mean")
+"""What a gradient is of the ranks' gradients."""
+
 UNUSED = ("error", "zeros")
 """What a parameter is to a rank that does not use it while others do."""
 
@@ -42,6 +45,7 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     bucket: str | int = 0,
     units: Sequence[str] | None = None,
+    reduce: str = "sum",
     unused: str = "error",
     checks: bool = True,
     source: Source = from_values,
@@ -56,26 +60,32 @@ def shard(
     which small gradients travel together; 0 is none. units: patterns of names of the modules that are gathered as
     one; by default every block (a member of an nn.ModuleList or nn.Sequential), and each other module with parameters
     of its own. The pattern "" makes one unit, kept while the root's forward runs, of what no other unit holds.
+    reduce: gradients are the ``sum`` of the ranks' gradients, or their ``mean``, as FSDP2's and DDP's are.
     unused: where ranks use different parameters in one backward, ``error`` raises DivergenceError, which names one and
     the ranks; ``zeros`` is exact: what a rank does not use has a gradient of zero there (at level ``parameters`` every
     rank must call the same groups). checks: ranks agree, by a message of 32 bytes, before each gather and at both ends
     of a backward, so that a difference is an error and no wrong result; False trusts that all ranks run alike. source:
     where shards get their values, by default from the module (equal on every rank).
 
-    Parameters become DTensors, and so do their gradients: sums over ranks, never means, complete when backward returns.
+    Parameters become DTensors, and so do their gradients, which are complete when backward returns. They are sums over
+    ranks unless told: then a loss is to be divided by what it is a mean over, on all ranks together.
     Make the optimizer afterwards. Linears that lie on a grid already are stored over the axes beside the grid's.
 
     Hooks on parameters are called with the reduced gradient. A weight that is read outside of its module's call gets no
     gradient: backward refuses it. Raises InputError where an axis or a level is unknown, or units match nothing.
     """
-    if unused not in UNUSED:
-        raise InputError(f"unused: found {unused!r}; allowed: {', '.join(UNUSED)}")
+    for name, word, allowed in (("reduce", reduce, REDUCE), ("unused", unused, UNUSED)):
+        if word not in allowed:
+            raise InputError(f"{name}: found {word!r}; allowed: {', '.join(allowed)}")
     if unused == "zeros" and not checks:
         raise InputError("checks: found False beside unused='zeros'; allowed: True, since ranks must agree then")
     sharding = _sharding(mesh_axes, level, keep, dtype, reduce_dtype, parse_bytes(bucket, "bucket"))
     axes = mesh_axes.mesh_dim_names or ()
     zeros = unused == "zeros"
-    return lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, in_flight, units, source, zeros, checks)
+    lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, in_flight, units, source, zeros, checks)
+    if reduce == "mean":
+        _schedule(module).reductions.divisor = mesh_axes.size()
+    return module
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
@@ -128,7 +138,17 @@ def lend(
             UnshardHooks(inner, store.schedule, saved, below)
     module.register_forward_hook(root.end, always_call=True)  # after them
     cast(Any, module).parameter_store = store
+    if hasattr(module, "save_pretrained"):
+        module.__dict__["save_pretrained"] = _refuse_to_save
     return module
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
+    """In the place of Hugging Face's method, which would write this rank's shards."""
+    raise InputError(
+        "save_pretrained: found sharded parameters; allowed: save_pretrained(model, directory) of "
+        "shardwright.models.export, called on every rank"
+    )
 
 
 def units_of(module: nn.Module) -> Callable[[str], str]:

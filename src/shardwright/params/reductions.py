@@ -36,7 +36,8 @@ class Reductions:
 
     accumulating: gradients of those levels are accumulated unreduced for now. agreement: between the ranks that store
     the units together, where they are to agree before they communicate. unused_are_zeros: ranks may use different
-    parameters; what one does not use has a gradient of zero there. travels: told of a unit whose gradients have begun
+    parameters; what one does not use has a gradient of zero there. divisor: what sums over ranks are divided by as they
+    land. travels: told of a unit whose gradients have begun
     to travel.
     """
 
@@ -44,6 +45,7 @@ class Reductions:
         self.units, self.unused_are_zeros = units, unused_are_zeros
         self.agreement: Agreement | None = None
         self.accumulating: tuple[str, ...] = ()
+        self.divisor = 1
         self._travels = travels
         self._launches: Launches | None = None
         self._order: list[int] = []  # in which gradients arrived in the last backward, by the parameters' numbers

@@ -253,7 +253,7 @@ class StoredParameter:
         if parameter.grad is not None and self.rest_group.index == 0:
             start, stop = self.gather_group.bounds(whole.shape[0]) if whole.dim() else (0, 1)
             rows = whole[start:stop] if whole.dim() else whole
-            rows.add_(cast(DTensor, parameter.grad)._local_tensor)
+            rows.add_(cast(DTensor, parameter.grad)._local_tensor, alpha=self.unit.schedule.reductions.divisor)
         scattered = "_".join(self.gather_group.axes) if self.gather_group.size > 1 else ""
         self._accumulated = accumulated_gradient(whole, parameter, (*self.partial_axes, scattered))
         parameter.grad = self._accumulated
@@ -329,6 +329,9 @@ class StoredParameter:
         if self._doubtful:
             self._in_doubt = gradient if self._in_doubt is None else self._in_doubt.add_(gradient)
             return
+        divisor = self.unit.schedule.reductions.divisor
+        if divisor != 1:
+            gradient.div_(divisor)
         parameter = cast(DTensor, self.parameter)
         # of the parameter's own spec: to make one costs ten times as much
         landed = hooks.before(parameter, DTensor(gradient, parameter._spec, requires_grad=False))
