@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,18 +16,20 @@ from typing import Any
 import pyarrow
 import pytest
 from pyarrow import parquet
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import tiny
 from shardwright._files import write_yaml
 from shardwright._launched import REFUSAL_SECONDS
 from shardwright._plan import Plan
+from shardwright.train import launcher
 from shardwright.train.data import load_tokenizer, standard_library_text, train_tokenizer
-from shardwright.train.launch import command
 from shardwright.train.loop import EVALUATION_TOKENS, EVENTS, METRICS, TOKENS, train
 from shardwright.train.metrics import read_metrics
 from shardwright.train.sources import documents
 from test_checkpoint_faults import forked
 from test_cli import cluster_file, refused
+from test_cli import run as command_here
 from test_metrics import scalars
 
 VOCAB, STEPS = 320, 25
@@ -60,9 +63,8 @@ def prepare(place: Path, texts: Sequence[str], ranks: int, changes: Mapping[str,
 
 
 def launch(run: Path, ranks: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(["train", str(run)], ranks), capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    words = [sys.executable, "-m", "shardwright", "train", str(run), "--ranks", str(ranks)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 def trained(run: Path, ranks: int, spoil: Callable[[int], object] = lambda rank: None) -> list[int]:
@@ -81,7 +83,7 @@ def trained(run: Path, ranks: int, spoil: Callable[[int], object] = lambda rank:
 
 
 def test_documents_in_metrics_out_the_same_on_one_rank_and_two(texts: list[str], tmp_path: Path) -> None:
-    """Two ranks under torch's launcher, one without."""
+    """Two ranks that the command starts, one without a launcher."""
     curves = []
     for ranks in (1, 2):
         place = tmp_path / str(ranks)
@@ -156,7 +158,13 @@ def test_the_cluster_of_a_run_is_what_it_must_fit(
     texts: list[str],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def rehearsed(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        """In this process, which has loaded what another would have to."""
+        return subprocess.CompletedProcess(words, *command_here(*words[3:]))
+
+    monkeypatch.setattr("shardwright.train.loop.subprocess.run", rehearsed)
     run = prepare(tmp_path, texts, 1, {"steps": 1, "evaluation": None, "cluster": "cluster.yaml"})
     cluster_file(tmp_path / "cluster.yaml", devices, memory)
     Plan.load(tmp_path / "plan.yaml").evolve(predicted=predicted).save(tmp_path / "plan.yaml")
@@ -164,6 +172,35 @@ def test_the_cluster_of_a_run_is_what_it_must_fit(
     lines = [each for each in capfd.readouterr().err.splitlines() if each.startswith("error: ")]
     assert len(lines) == (status != 0) and all(each.startswith(f"error: {line}") for each in lines)
     assert (tmp_path / "out" / METRICS).exists() == (status == 0)
+
+
+def test_ranks_that_are_started_here_are_as_many_as_the_plan_says(texts: list[str], tmp_path: Path) -> None:
+    run = prepare(tmp_path, texts, 2)
+    assert "mesh: data=2,tensor=1 needs 2 ranks, found 3" in refused("train", run, "--ranks", "3")
+    assert "--ranks: found 0; allowed: at least 1" in refused("train", run, "--ranks", "0")
+
+
+def test_the_launcher_exits_as_its_ranks_do() -> None:
+    """torch's own makes 1 of every other status."""
+    words = [sys.executable, "-m", "shardwright.train.launcher", "2", "schema", "nosuch"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    lines = {line for line in done.stderr.splitlines() if "FutureWarning" not in line}
+    assert lines == {"error: schema: found nosuch; allowed: plan, cluster, run"}
+
+
+@pytest.mark.parametrize(("codes", "status"), [([3, 3], 3), ([-15, 2], 2), ([-9, -15], 1), ([1, -15], 1)])
+def test_what_ranks_end_with_becomes_one_exit_status(
+    codes: list[int], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(words: Any) -> None:
+        failures = {rank: ProcessFailure(rank, 1, code, "nowhere") for rank, code in enumerate(codes)}
+        raise ChildFailedError("train", failures)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    assert launcher.main(2, ["train", "run.yaml"]) == status
+    ended = {-9: "error: rank 0 ended with signal 9\n", 1: "error: rank 0 ended with exit status 1\n"}
+    assert capsys.readouterr().err == (ended[codes[0]] if status == 1 else "")
 
 
 def test_a_port_in_use_is_one_line(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shardwright._errors import InputError
 from shardwright.cli.common import DTYPES, SIZE, STORED, JsonOption, app, exit_status
 
 
@@ -44,12 +46,28 @@ def demo(
 
 
 @app.command()
-def train(run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]) -> None:
-    """Train, as one rank of those that torch's launcher starts.
+def train(
+    run: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")],
+    ranks: Annotated[int | None, typer.Option(help="Start so many ranks on this machine first.")] = None,
+) -> None:
+    """Train, as one rank of those that torch's launcher starts, or on ranks that are started here (--ranks).
 
     python -m torch.distributed.run --nproc-per-node N -m shardwright train RUN.yaml
     """
     with exit_status():
+        if ranks is not None:
+            if ranks < 1 or "RANK" in os.environ:
+                found = f"{ranks} in a rank of a launcher" if ranks >= 1 else ranks
+                raise InputError(f"--ranks: found {found}; allowed: at least 1, outside of a launcher")
+
+            from shardwright.train.loop import stated
+
+            stated(run, ranks)
+
+            from shardwright.train.launch import launch
+
+            raise typer.Exit(launch(["train", str(run)], ranks))
+
         from shardwright.train.loop import train as run_training
 
         run_training(run)

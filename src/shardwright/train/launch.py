@@ -15,5 +15,9 @@ def command(words: Sequence[str], ranks: int) -> list[str]:
 
 
 def launch(words: Sequence[str], ranks: int) -> int:
-    """Runs `command` with one intra-op thread a rank, on this terminal; returns its exit status."""
-    return subprocess.run(command(words, ranks), env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
+    """Runs ``shardwright`` with these words as `command` does, with one intra-op thread a rank, on this terminal.
+
+    Returns the exit status: 2 or 3 where a rank ended so, which torch's launcher alone would make 1 of.
+    """
+    launcher = [sys.executable, "-m", "shardwright.train.launcher", str(ranks), *words]
+    return subprocess.run(launcher, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode

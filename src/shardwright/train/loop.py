@@ -80,7 +80,7 @@ def train(run_path: Path | str) -> None:
 
     fault: InputError | DoesNotFit | None = None
     try:  # what the files say is checked before anything slow is imported
-        run, plan = _stated(run_path, place)
+        run, plan = stated(run_path, place.world)
     except (InputError, DoesNotFit) as error:
         tell(error, place)
         fault = error
@@ -127,11 +127,14 @@ def _write_tokens(run: Run, tokenizer: Tokenizer, ending: str) -> None:
             encode_documents(found, tokenizer, output / name, ending)
 
 
-def _stated(run_path: Path, place: Place) -> tuple[Run, Plan]:
-    """The run and its plan, checked against each other, the launcher's ranks, and the run's cluster."""
+def stated(run_path: Path, ranks: int) -> tuple[Run, Plan]:
+    """The run and its plan, checked against the ranks that there are, and the run's cluster.
+
+    Raises InputError, one line; DoesNotFit where the plan predicts more than a device of the cluster has.
+    """
     run = Run.load(run_path)
     plan = Plan.load(run.plan_path)
-    plan.check_world_size(place.world)
+    plan.check_world_size(ranks)
     if run.cluster_path is not None:
         cluster = Cluster.load(run.cluster_path)
         cluster.check_devices(plan.world_size, str(run.cluster_path))

@@ -180,7 +180,11 @@ class Run(BaseModel):
         default=False,
         description="record steps 1 and 2 and save one trace for each rank; a run that continues records nothing",
     )
-    cluster: Text | None = Field(default=None, description="path of a cluster file, relative to the run file")
+    cluster: Text | None = Field(
+        default=None,
+        description="path of a cluster file, relative to the run file; it must have as many devices as the plan has "
+        "ranks, and a device room for its peak: the one that the plan predicts, else that of rank 0 as it is rehearsed",
+    )
     evaluation: Evaluation | None = Field(default=None, description="held-out documents; null: none are evaluated")
     checkpoint: Checkpoint | None = Field(default=None, description="checkpoints to save and continue from; null: none")
     weights: Text | None = Field(
