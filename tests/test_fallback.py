@@ -24,7 +24,7 @@ from shardwright.params import cut
 from shardwright.params.initial import Unfilled
 from shardwright.params.pretrained import from_safetensors
 from shardwright.params.random import fold
-from shardwright.step import record_steps
+from shardwright.step import record_initialisation, record_steps
 from shardwright.train import checkpoint
 from shardwright.train.manifest import RunState
 from unruled import FAMILIES, REFUSED
@@ -408,3 +408,19 @@ def test_buffers_have_the_types_of_a_model_made_in_the_computing_type():
     expected = {name: buffer.dtype for name, buffer in expected}
     assert on_ranks(1, buffers_of, path, plan) == [expected] and len(set(expected.values())) == 2
     assert rehearse(path, plan, steps=1).peak_bytes
+
+
+def initialised(path, plan):
+    mesh = dense.mesh_of(**plan.mesh)
+    sw.Runtime.of(mesh, plan.backend)  # a mesh makes its groups when it is first asked
+    model = models.build_meta(models.load_config(path))
+    return record_initialisation(lambda: sw.parallelize(model, mesh, plan))[1]
+
+
+@pytest.mark.parametrize("family", ["bamba", "deepseek_v3"])
+def test_initialisation_is_rehearsed_too(family):
+    """Whether the model's rule can be drawn by index or not: bamba's reads what it has drawn."""
+    path = path_of(family)
+    (real,) = on_ranks(1, initialised, path, plan_of(path))
+    rehearsed = rehearse(path, plan_of(path), job="initialisation")
+    assert rehearsed.events == real.events and rehearsed.storages == real.storages

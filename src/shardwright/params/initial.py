@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright import trace
@@ -92,12 +93,20 @@ def from_seed(
         # The module as one: a rule that we could not follow may have read the other parameters.
         if any(rule.draw is None for rule in rules.values()):
             whole = rehearsal.really(module, f"{seed}:{prefix}")[name]
-            if whole.is_floating_point() and bool(whole.isnan().any()):
+            if _has_gaps(whole):
                 raise InputError(f"{qualified}: found no rule that fills it; allowed: parameters that the model fills")
             return cut.of(whole).to(device)
         return rules[name].shard(cut, key_of(seed, qualified), dtype, device)
 
     return source
+
+
+def _has_gaps(whole: torch.Tensor) -> bool:
+    """Whether values are missing; fake tensors have none to look at."""
+    if isinstance(whole, FakeTensor) or not whole.is_floating_point():
+        return False
+    with trace.quiet():
+        return bool(whole.isnan().any())
 
 
 class _Rule:
@@ -201,7 +210,7 @@ class _Rehearsal:
         }
         self._copies: dict[nn.Module, nn.Module] = {}  # inner modules come before those that hold them
         self._listener = _Listener()
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)  # a rehearsal's own
         with fake:
             for module in names:
                 self._copy(module)
@@ -273,12 +282,13 @@ class _Rehearsal:
 
 
 def _emptied(parameters: Mapping[str, torch.Tensor | None]) -> dict[str, nn.Parameter | None]:
-    return {
-        name: None
-        if value is None
-        else nn.Parameter(torch.empty(value.shape, dtype=value.dtype), requires_grad=value.requires_grad)
-        for name, value in parameters.items()
-    }
+    return {name: None if value is None else _parameter(value) for name, value in parameters.items()}
+
+
+def _parameter(like: torch.Tensor) -> nn.Parameter:
+    memory = torch.empty(like.shape, dtype=like.dtype)
+    with trace.quiet():  # of a fake tensor an alias is made first
+        return nn.Parameter(memory, requires_grad=like.requires_grad)
 
 
 @contextmanager
