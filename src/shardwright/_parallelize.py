@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from shardwright import trace
 from shardwright._errors import InputError
 from shardwright._fallback import unsplit
 from shardwright._forward import (
@@ -92,7 +93,8 @@ def put(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None = None) 
             f"mesh: found {dict(zip(names(mesh), mesh.shape, strict=True))}; allowed: the plan's {plan.mesh}"
         )
     layouts = check_fits(model, plan)
-    runtime = Runtime.of(mesh, plan.backend)
+    with trace.quiet():  # a mesh makes its groups when it is first asked; a rehearsal's has them
+        runtime = Runtime.of(mesh, plan.backend)
     if plan.fallback and not has_rule(model.config):
         unsplit(model, mesh, runtime, plan, _stored_source(model, mesh, plan, source))
         model.parallelized = Parallelized(plan, mesh)
