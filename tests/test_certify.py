@@ -13,7 +13,7 @@ from shardwright._plan import Plan
 from shardwright._rehearse import rehearse
 from shardwright.linear import blocking
 from shardwright.planner import certify as planner_certify
-from shardwright.planner.certify import ByAxes, Divergence, Uncertified, agree, agree_by_class, by_axes, certify
+from shardwright.planner.certify import ByAxes, DivergenceError, Uncertified, agree, agree_by_class, by_axes, certify
 from shardwright.planner.classes import RankClass, rank_classes
 from shardwright.trace import Collective, Trace
 
@@ -126,7 +126,7 @@ def test_d8_the_first_collective_that_a_rank_skips_is_named(monkeypatch):
         f"collective {index} of the group of ranks 2, 3: rank 2 issues all_reduce over tensor of {bytes_of_dx:,} bytes"
     )
     with pytest.raises(
-        Divergence, match=f"^{re.escape(told)} \\({site}, step 1, backward\\), rank 3 issues all_reduce"
+        DivergenceError, match=f"^{re.escape(told)} \\({site}, step 1, backward\\), rank 3 issues all_reduce"
     ):
         agree(traces)
 
@@ -147,9 +147,9 @@ def collective(size: int, kind: str = "all_gather", ranks: tuple[int, ...] = (0,
 )
 def test_the_first_difference_is_told(theirs, message):
     traces = {0: Trace([collective(8), collective(6)]), 1: Trace([*theirs])}
-    with pytest.raises(Divergence, match=message):
+    with pytest.raises(DivergenceError, match=message):
         agree(traces)
-    with pytest.raises(Divergence, match=message):
+    with pytest.raises(DivergenceError, match=message):
         agree_by_class(said(traces, {"data": 2}), [RankClass((0,)), RankClass((1,))], {"data": 2})
 
 
@@ -167,5 +167,5 @@ def test_classes_that_never_meet_need_not_agree():
     classes = [RankClass((0, 1)), RankClass((2, 3))]
     apart, together = {"replica": 2, "data": 2}, {"data": 2, "replica": 2}
     agree_by_class(said(traces, apart), classes, apart)
-    with pytest.raises(Divergence):
+    with pytest.raises(DivergenceError):
         agree_by_class(said(traces, together), classes, together)

@@ -25,7 +25,7 @@ _HOMES = {
     "shard": "shardwright.params.lending",
     "no_sync": "shardwright.params.lending",
     "discard_accumulated": "shardwright.params.lending",
-    "DivergenceError": "shardwright.comm.agreement",
+    "DivergenceError": "shardwright.comm.divergence",
     "clip_grad_norm_": "shardwright.params.clipping",
     "grad_norm": "shardwright.params.clipping",
     "TrainStep": "shardwright.step",

@@ -4,18 +4,21 @@ from shardwright.comm.arena import Arena, ArenaError
 from shardwright.comm.bins import Bins
 from shardwright.comm.bucket import GradientBucket
 from shardwright.comm.collectives import Reducing, all_gather, all_reduce, reduce_scatter
+from shardwright.comm.divergence import DivergenceError
 from shardwright.comm.exchange import Gathering, Scattering
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.packed import GatheringPacked, ReducingPacked
 from shardwright.comm.reduction import Reduction, reduce_output
 from shardwright.comm.runtime import Runtime
 from shardwright.comm.together import GatheringTogether, Logged, ReducingTogether, ScatteringTogether
+from shardwright.comm.waits import await_work, naming
 
 __all__ = [
     "Arena",
     "ArenaError",
     "AxisGroup",
     "Bins",
+    "DivergenceError",
     "Gathering",
     "GatheringPacked",
     "GatheringTogether",
@@ -30,6 +33,8 @@ __all__ = [
     "ScatteringTogether",
     "all_gather",
     "all_reduce",
+    "await_work",
+    "naming",
     "reduce_output",
     "reduce_scatter",
 ]

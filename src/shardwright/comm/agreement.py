@@ -22,14 +22,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardwright import trace
+from shardwright.comm.divergence import DivergenceError
 from shardwright.comm.groups import AxisGroup
+from shardwright.comm.waits import naming, patience
 
 Facts = Mapping[str, Any]
 """What one rank states: plain data, as JSON holds it."""
-
-
-class DivergenceError(RuntimeError):
-    """Ranks were about to do different things; the message says which rank did what."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,13 @@ class Agreement:
 
     def __init__(self, group: AxisGroup):
         self.ranks = tuple(sorted(group.ranks))
+        self._over = group
         self._alone = group.size == 1 or dist.get_backend(group.process_group) == "fake"
         self._group: dist.ProcessGroup | None = None
         if not self._alone:
             with unset_fake_temporarily(), trace.quiet():
                 self._group = dist.new_group(
-                    list(self.ranks), timeout=_timeout(group), backend="gloo", use_local_synchronization=True
+                    list(self.ranks), timeout=patience(group), backend="gloo", use_local_synchronization=True
                 )
 
     def state(self, facts: Facts, count: int = 0) -> Answer:
@@ -64,21 +63,15 @@ class Agreement:
             return Answer(True, (facts,), count)
         text = json.dumps(facts, sort_keys=True).encode()
         signature = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-        try:
-            # The collective engine of a rank must not be inside a fake mode, or under a recorder, to speak of itself.
-            with unset_fake_temporarily(), trace.quiet(), torch.inference_mode(False), torch.no_grad():
-                told = torch.tensor([signature, -signature, count, 0], dtype=torch.int64)
+        # The collective engine of a rank must not be inside a fake mode, or under a recorder, to speak of itself.
+        with unset_fake_temporarily(), trace.quiet(), torch.inference_mode(False), torch.no_grad():
+            told = torch.tensor([signature, -signature, count, 0], dtype=torch.int64)
+            with naming(self._over, str(facts.get("do", "states something"))):
                 dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
                 largest, smallest, most, _ = told.tolist()
                 if largest == -smallest:
                     return Answer(True, (facts,) * len(self.ranks), most)
                 return Answer(False, self._exchange(text), most)
-        except RuntimeError as error:
-            said = " ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str))
-            raise DivergenceError(
-                f"rank {dist.get_rank()}: {said}: found no answer from every one of ranks {_listed(self.ranks)}; "
-                "allowed: ranks that do the same"
-            ) from error
 
     def _exchange(self, text: bytes) -> tuple[Facts, ...]:
         """What every rank said."""
@@ -119,13 +112,3 @@ def _listed(ranks: list[int] | tuple[int, ...]) -> str:
     """At most eight of them, for a message."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown}, … ({len(ranks)} in all)"
-
-
-def _timeout(group: AxisGroup) -> Any:
-    """How long the data's group waits, so that control messages wait as long."""
-    process_group: Any = group.process_group
-    device = torch.device("cuda" if group.backend == "nccl" and torch.cuda.is_available() else "cpu")
-    try:
-        return process_group._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):  # a group that has no backend to ask: torch's own default
-        return None

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardwright import trace
-from shardwright.comm.exchange import receive, send
+from shardwright.comm.exchange import log_sent, receive, send, tag_of
 from shardwright.comm.groups import AxisGroup
+from shardwright.comm.waits import await_work
 
 
 def rows_to_columns(x: torch.Tensor, rows: int, unit: int, group: AxisGroup, module: str) -> torch.Tensor:
@@ -59,7 +59,7 @@ def _exchange(
     """Sends pieces[peer] to each peer, whose own lands in parts[peer]."""
     me, n = group.index, group.size
     sent = sum(piece.nbytes for peer, piece in enumerate(pieces) if peer != me)
-    trace.collective("all_to_all", group.axes, group.ranks, size, sent, mode="blocking", module=module)
+    log_sent("all_to_all", group, size, sent, module, "blocking")
     works: list[dist.Work]
     sources = [peer for step in range(1, n) if parts[peer := (me - step) % n].numel()]
     targets = [peer for step in range(1, n) if pieces[peer := (me + step) % n].numel()]
@@ -68,9 +68,9 @@ def _exchange(
         operations += [dist.P2POp(dist.isend, pieces[p], group.ranks[p], group=group.process_group) for p in targets]
         works = dist.batch_isend_irecv(operations) if operations else []
     else:
-        tag = next(group.tags)
+        tag = tag_of("all_to_all", group, size, module)
         works = [receive(parts[peer], peer, group, tag) for peer in sources]
         works += [send(pieces[peer], peer, group, tag) for peer in targets]
     parts[me].copy_(pieces[me])
     while works:
-        works.pop(0).wait()
+        await_work(works.pop(0), group)

@@ -28,8 +28,9 @@ from shardwright import trace
 from shardwright._errors import InputError
 from shardwright.comm.arena import Arena
 from shardwright.comm.collectives import Reducing
-from shardwright.comm.exchange import log, receive, scatter_from, send
+from shardwright.comm.exchange import log, receive, scatter_from, send, tag_of
 from shardwright.comm.groups import AxisGroup
+from shardwright.comm.waits import await_work
 from shardwright.mesh import chunk
 
 MODULE = "bucket"
@@ -147,7 +148,8 @@ class _Exchange:
             self._sums = arena.lease((full.used,), full.total, lanes.device, "bucket", f"{MODULE} (sums)")
             self._leases.append(self._sums.copy_(self._own))
             slots = [self._own]
-        self._tag = next(group.tags)
+        self._number = group.issued.count - 1
+        self._tag = tag_of("reduce_scatter", group, lanes.nbytes, MODULE)
         self._sources = [(me + step) % n for step in range(1, n)]
         self._arrivals: list[tuple[dist.Work, torch.Tensor]] = []
         for slot in slots:
@@ -175,7 +177,7 @@ class _Exchange:
             return
         trace.waited("reduce_scatter", self._group.axes, MODULE)
         arrival, slot = self._arrivals.pop(0)
-        arrival.wait()
+        await_work(arrival, self._group, self._number)
         del arrival  # gloo's handles hold their tensors: let go of them in a fixed order
         if keep:
             self._take(slot)
@@ -187,7 +189,7 @@ class _Exchange:
         if keep:
             self._bin.land(self._own if self._sums is None else self._sums)
         for sent in self._sends:
-            sent.wait()
+            await_work(sent, self._group, self._number)
         self._sends = []
         for lease in self._leases:
             self._arena.end(lease)
@@ -200,6 +202,7 @@ class _OnNccl:
         log("reduce_scatter", group, full.buffer.nbytes, full.buffer[0].nbytes, MODULE, "async")
         self._bin, self._group, self._arena = full, group, arena
         self._own = full.buffer[group.index]
+        self._number = group.issued.count - 1
         self._work = scatter_from(self._own, full.buffer.view(-1), group)
 
     def advance(self) -> None:
@@ -207,7 +210,7 @@ class _OnNccl:
 
     def finish(self, keep: bool) -> None:
         trace.waited("reduce_scatter", self._group.axes, MODULE)
-        self._work.wait()
+        await_work(self._work, self._group, self._number)
         if keep:
             self._bin.land(self._own[: self._bin.used])
         self._arena.end(self._bin.buffer)

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright import trace
-from shardwright.comm.exchange import Gathering, Scattering, log, places
+from shardwright.comm.exchange import Gathering, Scattering, log, meet, part_of_one, places
 from shardwright.comm.groups import AxisGroup
+from shardwright.comm.waits import await_work, naming
 
 
 def all_gather(part: torch.Tensor, whole: torch.Tensor, group: AxisGroup, module: str = "") -> None:
@@ -46,13 +47,16 @@ class Reducing:
                 "all_reduce: found a tensor with gaps; allowed: a contiguous one (gloo would sum it wrongly)"
             )
         log("all_reduce", group, tensor.nbytes, tensor.nbytes, module, mode)
+        self._number = group.issued.count - 1
         self.group, self.module, self.mode = group, module, mode
         self._storage = tensor.untyped_storage()
         self._holders = torch._C._storage_Use_Count(self._storage._cdata)
         self._work: dist.Work | None = None
         if wide and tensor.dtype in (torch.bfloat16, torch.float16):
-            _reduce_wide(tensor, group)
-        else:
+            _reduce_wide(tensor, group, module)
+            return
+        meet("all_reduce", group, tensor.nbytes, module)
+        with naming(group):
             self._work = cast(dist.Work, dist.all_reduce(tensor.detach(), group=group.process_group, async_op=True))
 
     def joined(self, launch: dist.Work) -> None:
@@ -65,7 +69,7 @@ class Reducing:
             return
         if self.mode != "blocking":
             trace.waited("all_reduce", self.group.axes, self.module)
-        self._work.wait()
+        await_work(self._work, self.group, self._number)
         self._work = None
         if self.group.backend == "gloo":
             _await_holders(self._storage, self._holders)
@@ -80,13 +84,13 @@ def all_reduce(tensor: torch.Tensor, group: AxisGroup, module: str = "", wide: b
         Reducing(tensor, group, module, "blocking", wide).finish()
 
 
-def _reduce_wide(tensor: torch.Tensor, group: AxisGroup) -> None:
+def _reduce_wide(tensor: torch.Tensor, group: AxisGroup, module: str) -> None:
     flat = tensor.view(-1)
     mine = places(flat, group)[group.index]
     part = torch.empty_like(mine)
-    with trace.unlogged():
-        Scattering(flat, part, group, "", "blocking", wide=True).finish()
-        Gathering(part, flat, group, "", "blocking").finish()
+    with part_of_one(group):
+        Scattering(flat, part, group, module, "blocking", wide=True).finish()
+        Gathering(part, flat, group, module, "blocking").finish()
 
 
 def _await_holders(storage: torch.UntypedStorage, holders: int) -> None:

@@ -11,25 +11,55 @@ No tensor that a handle holds may be released before the handle has finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from shardwright import trace
+from shardwright.comm.divergence import Issued
 from shardwright.comm.groups import AxisGroup
+from shardwright.comm.waits import await_work, explained
 
 
 def log(
     kind: str, group: AxisGroup, whole_bytes: int, own_bytes: int, module: str, mode: str, last_bytes: int | None = None
-) -> Callable[[int, int], None] | None:
-    """Writes one logical collective into the trace; returns how to say that more has joined it (trace.collective).
+) -> Callable[[int, int], None]:
+    """Writes one logical collective into the trace, and among those that the group issued last.
 
-    whole_bytes: of the full tensor; own_bytes: of this rank's part.
+    whole_bytes: of the full tensor; own_bytes: of this rank's part. Returns how to say that more has joined it.
     """
     sent = sent_bytes(kind, group.size, whole_bytes, own_bytes, last_bytes)
-    return trace.collective(kind, group.axes, group.ranks, whole_bytes, sent, mode=mode, module=module)
+    return log_sent(kind, group, whole_bytes, sent, module, mode)
+
+
+def log_sent(
+    kind: str, group: AxisGroup, whole_bytes: int, sent: int, module: str, mode: str
+) -> Callable[[int, int], None]:
+    """The same, where it is known what this rank sends."""
+    number = group.issued.add(Issued(kind, group.axes, whole_bytes, module))
+    traced = trace.collective(kind, group.axes, group.ranks, whole_bytes, sent, mode=mode, module=module)
+
+    def grow(size: int, sent: int) -> None:
+        group.issued.grow(number, size)
+        if traced is not None:
+            traced(size, sent)
+
+    return grow
+
+
+@contextmanager
+def part_of_one(group: AxisGroup) -> Iterator[None]:
+    """Collectives inside are parts of one that has been logged already."""
+    group.issued.paused += 1
+    try:
+        with trace.unlogged():
+            yield
+    finally:
+        group.issued.paused -= 1
 
 
 def sent_bytes(kind: str, n: int, whole_bytes: int, own_bytes: int, last_bytes: int | None = None) -> int:
@@ -43,14 +73,41 @@ def sent_bytes(kind: str, n: int, whole_bytes: int, own_bytes: int, last_bytes: 
     return 2 * whole_bytes * (n - 1) // n
 
 
+def tag_of(kind: str, group: AxisGroup, size: int, module: str) -> int:
+    """The tag of the messages of one exchange, which members that issue another do not share.
+
+    So nobody takes one operation's rows for another's; where sizes differ, gloo would end the process.
+    """
+    number = next(group.tags) % (2**15 - 1) + 1
+    return number << 16 | zlib.crc32(f"{kind} {size} {module}".encode()) & 0xFFFF
+
+
+def meet(kind: str, group: AxisGroup, size: int, module: str) -> None:
+    """Until the member before this one issues the same collective of gloo's own, which knows no tags."""
+    if group.backend != "gloo" or dist.get_backend(group.process_group) == "fake":
+        return
+    with trace.quiet():
+        tag, n, me = tag_of(kind, group, size, module), group.size, group.index
+        tokens = torch.zeros(2, dtype=torch.uint8)
+        works = [send(tokens[:1], (me + 1) % n, group, tag), receive(tokens[1:], (me - 1) % n, group, tag)]
+        for work in works:
+            await_work(work, group)
+
+
 def send(tensor: torch.Tensor, peer: int, group: AxisGroup, tag: int) -> dist.Work:
     """Starts sending to the group's member number ``peer``."""
-    return cast(dist.Work, dist.isend(tensor, group.ranks[peer], group=group.process_group, tag=tag))
+    try:
+        return cast(dist.Work, dist.isend(tensor, group.ranks[peer], group=group.process_group, tag=tag))
+    except RuntimeError as error:
+        raise explained(error, group) from error
 
 
 def receive(tensor: torch.Tensor, peer: int, group: AxisGroup, tag: int) -> dist.Work:
     """Starts receiving what the group's member number ``peer`` sends with the same tag."""
-    return cast(dist.Work, dist.irecv(tensor, group.ranks[peer], group=group.process_group, tag=tag))
+    try:
+        return cast(dist.Work, dist.irecv(tensor, group.ranks[peer], group=group.process_group, tag=tag))
+    except RuntimeError as error:
+        raise explained(error, group) from error
 
 
 def gather_into(whole: torch.Tensor, part: torch.Tensor, group: AxisGroup) -> dist.Work:
@@ -68,8 +125,8 @@ def scatter_from(part: torch.Tensor, whole: torch.Tensor, group: AxisGroup) -> d
 def pass_along(outgoing: torch.Tensor | None, incoming: torch.Tensor | None, group: AxisGroup) -> list[dist.Work]:
     """Starts sending to the next rank of the ring and receiving from the one before; None or empty is nothing.
 
-    NCCL runs what one rank issues in order, so there both are issued as one: two sends that wait for each other's
-    receive would never end.
+    Messages of other sizes do not meet. NCCL runs what one rank issues in order, so there both are issued as one: two
+    sends that wait for each other's receive would never end.
     """
     n, me = group.size, group.index
     moves = [
@@ -83,7 +140,7 @@ def pass_along(outgoing: torch.Tensor | None, incoming: torch.Tensor | None, gro
         ]
         return dist.batch_isend_irecv(operations)
     return [
-        send(tensor, peer, group, 0) if kind is dist.isend else receive(tensor, peer, group, 0)
+        (send if kind is dist.isend else receive)(tensor, peer, group, tensor.nbytes & 0xFFFF)
         for kind, tensor, peer in wanted
     ]
 
@@ -101,6 +158,7 @@ class Gathering:
 
     def __init__(self, part: torch.Tensor, whole: torch.Tensor, group: AxisGroup, module: str, mode: str):
         log("all_gather", group, whole.nbytes, part.nbytes, module, mode)
+        self._number = group.issued.count - 1
         self.group, self.module, self.mode = group, module, mode
         self._part = part.contiguous()  # held until all has been sent
         self._rows = whole.shape[0]
@@ -121,7 +179,7 @@ class Gathering:
                 self._all = gather_into(whole, self._part, group)
             return
         by_rank = places(whole, group)
-        tag = next(group.tags)
+        tag = tag_of("all_gather", group, whole.nbytes, module)
         peers = [(group.index + step) % group.size for step in range(1, group.size)]
         for peer in reversed(peers):
             if by_rank[peer].numel():
@@ -139,7 +197,7 @@ class Gathering:
         if arrival is None:
             return
         self._tell()
-        arrival.wait()
+        await_work(arrival, self.group, self._number)
         self._all = None
 
     def peers_of(self, rows: slice) -> list[int]:
@@ -164,11 +222,11 @@ class Gathering:
         if self._arrivals or self._all is not None:
             self._tell()
         if self._all is not None:
-            self._all.wait()
+            await_work(self._all, self.group, self._number)
         for peer in list(self._arrivals):
-            self._arrivals.pop(peer).wait()
+            await_work(self._arrivals.pop(peer), self.group, self._number)
         for sent in self._sends:
-            sent.wait()
+            await_work(sent, self.group, self._number)
         self._sends, self._all = [], None
 
     def _tell(self) -> None:
@@ -190,6 +248,7 @@ class Scattering:
         self, whole: torch.Tensor, part: torch.Tensor, group: AxisGroup, module: str, mode: str, wide: bool = False
     ):
         log("reduce_scatter", group, whole.nbytes, part.nbytes, module, mode)
+        self._number = group.issued.count - 1
         self.group, self.module, self.mode = group, module, mode
         self._whole, self._part = whole.contiguous(), part
         self._wide = part.dtype != whole.dtype or (wide and part.dtype in (torch.bfloat16, torch.float16))
@@ -199,7 +258,7 @@ class Scattering:
             return
         n, me = group.size, group.index
         self._places = places(self._whole, group)
-        self._tag = next(group.tags)
+        self._tag = tag_of("reduce_scatter", group, whole.nbytes, module)
         peers = [(me - s) % n for s in range(1, n)]
         self._sources = [(me + s) % n for s in range(1, n)] if part.numel() else []
         self._total = part
@@ -248,7 +307,7 @@ class Scattering:
         if self.mode != "blocking":
             trace.waited("reduce_scatter", self.group.axes, self.module)
         arrival, buffer = self._arrivals.pop(0)
-        arrival.wait()
+        await_work(arrival, self.group, self._number)
         del arrival  # gloo's handles hold their tensors: let go of them in a fixed order
         self._taken += 1
         if buffer is not self._part or self._wide:
@@ -262,7 +321,7 @@ class Scattering:
         if self._all is not None:
             if self.mode != "blocking":
                 trace.waited("reduce_scatter", self.group.axes, self.module)
-            self._all.wait()
+            await_work(self._all, self.group, self._number)
             self._all = None
         else:
             while self._arrivals:
@@ -270,7 +329,7 @@ class Scattering:
             if self._part.numel():
                 self._total.add_(self._places[self.group.index])
             for sent in self._sends:
-                sent.wait()
+                await_work(sent, self.group, self._number)
             self._sends = []
             self._scratch = []
         if self._total is not self._part:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright._errors import InputError
+from shardwright.comm.divergence import LastIssued
 from shardwright.comm.library import few, stated_timeout, timeout_of
 from shardwright.mesh import coordinates, nested_chunk
 
@@ -48,7 +49,7 @@ class AxisGroup:
     which never communicates. backend: the *declared* one (gloo, nccl), by which algorithms are chosen. sizes: ranks
     along each axis; what the group shares is cut by axis after axis, as DTensor cuts it. tags: numbers of the exchanges
     under way, so that the messages of one are never taken for those of another. timeout: how long a wait may take, as
-    it was stated; None leaves it to the library.
+    it was stated; None leaves it to the library. issued: what this rank issued over the group last.
     """
 
     axes: tuple[str, ...]
@@ -59,6 +60,7 @@ class AxisGroup:
     sizes: tuple[int, ...]
     tags: Iterator[int] = field(default_factory=lambda: count(1), compare=False, repr=False)
     timeout: timedelta | None = field(default=None, compare=False)
+    issued: LastIssued = field(default_factory=LastIssued, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -94,6 +96,7 @@ class Groups:
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._by_axes: dict[tuple[str, ...], AxisGroup] = {}
         self._tags: dict[tuple[int, ...], Iterator[int]] = {}
+        self._issued: dict[tuple[int, ...], LastIssued] = {}
         self._sub_axes: dict[str, _SubAxis] = {}
         self._library = dist.get_backend(mesh.get_group(0))
         self.timeout = stated_timeout(mesh.get_group(0), mesh.device_type)
@@ -175,10 +178,11 @@ class Groups:
                     process_group = self._by_ranks[ranks] = self._new(ranks)
             index = ranks.index(dist.get_rank())
             tags = self._tags.setdefault(ranks, count(1))
+            issued = self._issued.get(ranks) or LastIssued(ranks, self._issued)
             along = tuple(self.size_of(name) for name in key)
             told = self._ordered([axis for name in key for axis in self.base_axes(name)])
             group = self._by_axes[key] = AxisGroup(
-                told, ranks, index, self.backend, process_group, along, tags, self.timeout
+                told, ranks, index, self.backend, process_group, along, tags, self.timeout, issued
             )
         return group
 

@@ -51,4 +51,4 @@ def timeout_of(group: dist.ProcessGroup, device: str) -> timedelta | None:
 
 def few(ranks: Sequence[int]) -> str:
     """Ranks as a message names them."""
-    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, …, {ranks[-1]}"
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, …, {ranks[-1]} ({len(ranks)})"

@@ -13,9 +13,10 @@ import torch
 from shardwright import trace
 from shardwright.comm.arena import Arena
 from shardwright.comm.collectives import Reducing
-from shardwright.comm.exchange import gather_into, places, receive, send
+from shardwright.comm.exchange import gather_into, part_of_one, places, receive, send, tag_of
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.together import Logged
+from shardwright.comm.waits import await_work
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -42,6 +43,7 @@ class GatheringPacked:
         own = sum(part.numel() * whole.element_size() for part, whole in pairs)
         whole_bytes = sum(whole.nbytes for _, whole in pairs)
         (logged or Logged()).join("all_gather", group, whole_bytes, own, module, mode)
+        self._number = group.issued.count - 1
         self.group, self.module, self.mode = group, module, mode
         for part, whole in pairs:
             start, stop = group.bounds(whole.shape[0])
@@ -70,7 +72,7 @@ class GatheringPacked:
         self._lanes = list(self._buffer.split(totals))
         torch._foreach_copy_(self._parts(me), [part.reshape(-1) for part in parts])
         torch._foreach_copy_(self._places[me], parts)
-        tag = next(group.tags)
+        tag = tag_of("all_gather", group, self._buffer.nbytes, self.module)
         peers = [(me + step) % n for step in range(1, n)]
         self._works = [receive(self._lanes[peer], peer, group, tag) for peer in reversed(peers) if totals[peer]]
         self._works += [send(self._lanes[me], peer, group, tag) for peer in peers if totals[me]]
@@ -97,7 +99,7 @@ class GatheringPacked:
         if self.mode != "blocking":
             trace.waited("all_gather", self.group.axes, self.module)
         while self._works:
-            self._works.pop(0).wait()
+            await_work(self._works.pop(0), self.group, self._number)
         if self.group.backend == "nccl":
             for slot, whole in zip(self._slots, self._wholes, strict=True):
                 _unpack(slot, whole, self.group)
@@ -155,7 +157,7 @@ class ReducingPacked:
         self._buffer = _room(sum(tensor.numel() for tensor in tensors), like, arena, module)
         (logged or Logged()).join("all_reduce", group, self._buffer.nbytes, self._buffer.nbytes, module, mode)
         torch._foreach_copy_(self._parts(), self._tensors)
-        with trace.unlogged():
+        with part_of_one(group):
             self._reducing = Reducing(self._buffer, group, module, "blocking")
 
     def _parts(self) -> list[torch.Tensor]:

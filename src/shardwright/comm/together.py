@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwright import trace
 from shardwright.comm.collectives import Reducing
-from shardwright.comm.exchange import Gathering, Scattering, log, sent_bytes
+from shardwright.comm.exchange import Gathering, Scattering, log, part_of_one, sent_bytes
 from shardwright.comm.groups import AxisGroup
 
 _coalescing_manager: Any = dist.distributed_c10d._coalescing_manager
@@ -57,12 +57,12 @@ class _Together:
         process_group = self.group.process_group
         # A rehearsal's process group has no coalesced operators, and sends nothing that one launch would make faster.
         if not alike or self.group.backend != "nccl" or dist.get_backend(process_group) == "fake":
-            with trace.unlogged():
+            with part_of_one(self.group):
                 yield
             return
         try:
             with (
-                trace.unlogged(),
+                part_of_one(self.group),
                 _coalescing_manager(group=process_group, async_ops=True) as launch,
             ):
                 yield

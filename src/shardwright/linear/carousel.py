@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardwright import trace
 from shardwright.comm import AxisGroup
 from shardwright.comm.exchange import log, pass_along
+from shardwright.comm.waits import await_work
 from shardwright.linear.pieces import Piece, cut_tokens, input_gradient
 from shardwright.linear.product import Product
 from shardwright.linear.work import Backward, Forward
@@ -156,7 +157,7 @@ def _finish(works: list[dist.Work], kind: str, group: AxisGroup, module: str) ->
     if works:
         trace.waited(kind, group.axes, module)
     for work in works:
-        work.wait()
+        await_work(work, group)
     works.clear()
 
 

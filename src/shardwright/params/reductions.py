@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwright.comm.agreement import Agreement, DivergenceError, agree
+from shardwright.comm.agreement import Agreement, agree
 from shardwright.comm.bucket import Load
+from shardwright.comm.divergence import DivergenceError
 from shardwright.params.launches import Launch, Launches
 from shardwright.params.sharing import Sharing
 from shardwright.params.unit import Handles, Unit

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwright import models
 from shardwright._plan import Plan
+from shardwright.comm.divergence import DivergenceError, disagreement, told
 from shardwright.cost.machine import Machine
 from shardwright.mesh import ranks_along
 from shardwright.planner.classes import RankClass, rank_classes
@@ -25,10 +26,6 @@ from shardwright.trace.timeline import timeline
 
 class Uncertified(RuntimeError):
     """A rehearsal says something else than the prediction; the message names the figure."""
-
-
-class Divergence(RuntimeError):
-    """Ranks would wait for each other for ever; the message names the first collective on which they do not agree."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def certify(config: Any, plan: Plan, expected: Expected | None = None) -> Certif
     """Rehearses two steps of ``plan`` on one rank of each class.
 
     config: a path of a config.json, or a Hugging Face config. Raises Uncertified where the rehearsals say something
-    else than was expected, Divergence where collectives do not agree.
+    else than was expected, DivergenceError where collectives do not agree.
     """
     return certifying(config, plan)(expected or {})
 
@@ -186,7 +183,7 @@ def slots(arenas: Iterable[Mapping[str, list[int]]]) -> dict[str, list[int]]:
 
 
 def agree(traces: Mapping[int, Trace]) -> None:
-    """Raises Divergence unless the members of every group issue the same collectives over it, in the same order.
+    """Raises DivergenceError unless the members of every group issue the same collectives over it, in the same order.
 
     traces: rank → what it does. Members that are not among them are taken to agree.
     """
@@ -240,11 +237,7 @@ def _meetings(
 def _agree(one: int, ours: Sequence[Collective], other: int, theirs: Sequence[Collective]) -> None:
     for index, (mine, its) in enumerate(zip_longest(ours, theirs)):
         if mine is None or its is None or _essence(mine) != _essence(its):
-            members = (mine or its).ranks
-            raise Divergence(
-                f"collective {index} of the group of ranks {_few(members)}: rank {one} {_told(mine)}, rank {other} "
-                f"{_told(its)}"
-            )
+            raise DivergenceError(disagreement(index, (mine or its).ranks, [(one, _told(mine)), (other, _told(its))]))
 
 
 def _essence(event: Collective) -> tuple[str, str, tuple[str, ...], int, int]:
@@ -255,8 +248,4 @@ def _told(event: Collective | None) -> str:
     if event is None:
         return "issues none"
     where = f"{event.module or 'no module'}, step {event.step}, {event.phase}"
-    return f"issues {event.kind} over {'×'.join(event.axes)} of {event.size:,} bytes ({where})"
-
-
-def _few(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, …, {ranks[-1]} ({len(ranks)})"
+    return f"issues {told(event.kind, event.axes, event.size, where)}"
