@@ -1,7 +1,8 @@
 # make demo: the whole job on this machine.  make test: the tests.  make test-all: also those that repeat a quicker one on
 # more ranks.  make lint, make types: what CI checks besides.
 # make bench-linear, bench-grid, bench-sharding, bench-bucket: step time, bytes on the wire, memory, over slow links (root;
-# docs/benchmarks.md).  make bench-planner: step times predicted and measured (root too).
+# docs/benchmarks.md).  make bench-planner: step times predicted and measured (root too).  make bench-agreement: what it
+# costs that ranks agree before they communicate.
 # make fuzz: FUZZ random products on real ranks against dense float64.
 # Each target makes the virtual environment it needs; it is installed again only when pyproject.toml changes.
 
@@ -14,7 +15,7 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 FUZZ ?= 10000
 
-.PHONY: demo test test-all fuzz lint types bench-linear bench-grid bench-sharding bench-bucket bench-planner
+.PHONY: demo test test-all fuzz lint types bench-linear bench-grid bench-sharding bench-bucket bench-agreement bench-planner
 
 demo: $(VENV)/installed
 	$(BIN)/shardwright demo $(DEMO_ARGS)
@@ -39,6 +40,9 @@ bench-sharding: $(VENV)/installed
 
 bench-bucket: $(VENV)/installed-bench
 	$(BIN)/python bench/bucket.py $(BENCH_ARGS)
+
+bench-agreement: $(VENV)/installed
+	$(BIN)/python bench/agreement.py $(BENCH_ARGS)
 
 bench-planner: $(VENV)/installed
 	$(BIN)/python bench/planner.py $(BENCH_ARGS)
