@@ -471,6 +471,16 @@ def test_a_weight_that_is_read_outside_of_its_module_is_refused(level):
         assert "head.weight" in told and "outside of its module's call" in told and none
 
 
+def grid_read_from_outside():
+    linear = sw.GridLinear.siblings([nn.Linear(4, 4)], sw.GridLayout(m="data"), mesh_of_all())[0]
+    return message_of(linear.weight.full_tensor().sum().backward)
+
+
+def test_a_weight_of_a_grid_linear_that_is_read_outside_of_it_is_refused():
+    for told in on_ranks(WORLD, grid_read_from_outside):
+        assert "outside of its module's call" in told
+
+
 def optimizer_made_before(level):
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -70,6 +70,8 @@ class StoredParameter:
         self._in_doubt: torch.Tensor | None = None
         self._anchor: torch.Tensor | None = None
         unit.members.append(self)
+        if self.trains and self.communicates:
+            hooks.guard(parameter, self.name)
 
     # -- what is stored, and what is used
 
