@@ -46,7 +46,8 @@ def packed_on_nccl(shapes):
     group = Runtime(line(), "nccl").group(("data",))
     wholes = [gradient_of(shape, 0, i, torch.float32) for i, shape in enumerate(shapes)]
     found = [torch.full_like(whole, torch.nan) for whole in wholes]
-    with mock.patch.object(dist, "all_gather_into_tensor", side_effect=dist.all_gather_into_tensor) as gathers:
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    with mock.patch.object(dist, name, side_effect=getattr(dist, name)) as gathers:
         GatheringPacked([(mine(w).clone(), f) for w, f in zip(wholes, found, strict=True)], group, "", "async").finish()
     return all(map(torch.equal, found, wholes)), gathers.call_count
 

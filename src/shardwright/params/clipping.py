@@ -106,7 +106,7 @@ def _counts_here(gradient: torch.Tensor, first: int | None) -> bool:
         return first is None or dist.get_rank() == first
     if any(placement.is_partial() for placement in gradient.placements):
         raise InputError(
-            f"gradient: found placements {gradient.placements}; allowed: summed ones, of a backward outside no_sync"
+            f"gradient: found placements {gradient.placements}; allowed: Shard and Replicate, summed outside no_sync"
         )
     mesh = gradient.device_mesh
     place = mesh.get_coordinate()

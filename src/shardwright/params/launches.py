@@ -56,6 +56,10 @@ class Launches:
         """Backward is over: nothing more is waited for."""
         self._over.update(launch.unit for launch in self._waiting)
 
+    def expects(self, stored: StoredParameter) -> bool:
+        """Whether a launch that is still to come reduces its gradient."""
+        return any(stored in launch.members for launch in self._waiting)
+
     def pop_due(self, least: int = 0) -> Launch | None:
         """The next launch, if its turn has come. least: so many are due, whatever has arrived."""
         if not self._waiting:

@@ -37,9 +37,9 @@ class Reductions:
 
     accumulating: gradients of those levels are accumulated unreduced for now. agreement: between the ranks that store
     the units together, where they are to agree before they communicate. unused_are_zeros: ranks may use different
-    parameters; what one does not use has a gradient of zero there. divisor: what sums over ranks are divided by as they
-    land. travels: told of a unit whose gradients have begun
-    to travel.
+    parameters; what one does not use has a gradient of zero there. alike: ranks run the same code, so that what nobody
+    announced (a compiled site's) is reduced when its unit is complete, and not when backward ends. divisor: what sums
+    over ranks are divided by as they land. travels: told of a unit whose gradients have begun to travel.
     """
 
     def __init__(self, units: Sequence[Unit], unused_are_zeros: bool, travels: Callable[[Unit], None]):
@@ -47,6 +47,7 @@ class Reductions:
         self.agreement: Agreement | None = None
         self.accumulating: tuple[str, ...] = ()
         self.divisor = 1
+        self.alike = True
         self._travels = travels
         self._launches: Launches | None = None
         self._order: list[int] = []  # in which gradients arrived in the last backward, by the parameters' numbers
@@ -206,6 +207,10 @@ class Reductions:
                 stored.accumulate()
         self._launches.close(unit)
         self.launch()
+        if self.alike:
+            left = tuple(stored for stored in unit.members if stored.has_fresh and not self._launches.expects(stored))
+            if left:
+                self._issue(Launch(unit, left, last=True))
         self._travels(unit)
 
     def launch(self, least: int = 0, ahead: bool = True) -> None:

@@ -67,6 +67,7 @@ class ParameterStore:
         At the start of a forward, at both ends of a backward, and before each of the ``gathers``.
         """
         self.schedule.agrees_on_gathers = gathers
+        self.schedule.reductions.alike = not gathers
         partial = {axis for stored in self.schedule.reductions.members for axis in stored.partial_axes}
         group = self.runtime.group(tuple(axis for axis in self.runtime.sizes if axis in partial))
         if group.size > 1:
