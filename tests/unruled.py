@@ -150,5 +150,9 @@ REFUSED = {
         },
         "a loss of the model's own",
     ),
+    "xlnet": (  # states -1 positions: no limit
+        {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 48, "vocab_size": 40},
+        "a loss of the model's own",
+    ),
 }
 """Those that are refused, and a word of the line."""

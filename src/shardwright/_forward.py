@@ -106,9 +106,7 @@ class CausalLoss:
             what = "a loss to which the model adds another"
         else:
             return
-        raise InputError(
-            f"{type(module).__name__}: found {what}; allowed: what loss_function gives (output_router_logits: false)"
-        )
+        raise InputError(f"{type(module).__name__}: found {what}; allowed: models that return what loss_function gives")
 
 
 class BeginForward:

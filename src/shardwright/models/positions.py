@@ -14,7 +14,7 @@ def check_positions(config: Any, sequence: int) -> str | None:
     """
     text = config.get_text_config()
     stated = getattr(text, "max_position_embeddings", None)
-    if not isinstance(stated, int) or sequence <= stated:
+    if not isinstance(stated, int) or stated < 1 or sequence <= stated:  # XLNet states -1: no limit
         return None
     field = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if getattr(text, "rope_parameters", None) is None:
