@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 import dense
 import shardwright as sw
 from ranks import on_ranks
+from shardwright._rehearse import stage
 from shardwright.mesh import chunk
 
 SIZES = (1, 2, 3, 4)
@@ -427,6 +430,43 @@ def wrong_count():
 
 def test_a12_a_count_that_does_not_fit_is_refused():
     on_ranks(2, wrong_count)
+
+
+def unequal(name, parts):
+    """What a linear says to as many rows as ``parts`` tell on this rank, call after call."""
+    mesh = dense.mesh_of(tensor=2)
+    lin = sw.GridLinear.from_dense(torch.nn.Linear(4, 4), LAYOUTS[name], mesh)
+    width = 2 if LAYOUTS[name].k else 4
+    told = []
+    for rows in parts[mesh.get_rank()]:
+        try:
+            lin(torch.ones(rows, width))
+            told.append("")
+        except sw.InputError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("name", ["column keep", "row scatter", "row all-reduce", "column all-reduce"])
+def test_unequal_rows_without_a_count_are_refused_on_every_rank(name):
+    """gloo ended the process: "Received data size doesn't match expected size"."""
+    calls = on_ranks(2, unequal, name, [(4, 4, 5, 4, 2), (3, 4, 5, 6, 2)])
+    expected = [("4 rows on rank 0 and 3 on rank 1", "3 rows on rank 1 and 4 on rank 0"), None, None]
+    expected += [("4 rows on rank 0 and 6 on rank 1", "6 rows on rank 1 and 4 on rank 0"), None]
+    for rank, told in enumerate(calls):
+        for line, want in zip(told, expected, strict=True):
+            assert line.startswith(f"linear: found {want[rank]}; allowed: as many") if want else not line
+            assert len(line) <= 300
+
+
+@pytest.mark.parametrize("role", ["m", "n", "k"])
+def test_an_axis_that_the_mesh_does_not_have_is_refused(role):
+    """m with a misspelt axis was taken, and the gradient not reduced over it."""
+    line = f"linear: layout.{role}: found 'tensr'; allowed: the mesh's axes (tensor)"
+    plan = types.SimpleNamespace(mesh={"tensor": 1}, world_size=1, backend="gloo")
+    with stage(plan, 0) as mesh, pytest.raises(sw.InputError) as caught:
+        sw.GridLinear.from_dense(torch.nn.Linear(4, 4), sw.GridLayout(**{role: "tensr"}), mesh)
+    assert str(caught.value) == line
 
 
 def draw_and_check(draws):

@@ -162,6 +162,10 @@ class Groups:
             placed.append((tuple(here), rank))
         return [rank for _, rank in sorted(placed)]
 
+    def members(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from this one only along ``axes``, in mesh order; no group is made."""
+        return self._members(axes)
+
     def along(self, axes: Sequence[str]) -> AxisGroup:
         """The group over ``axes`` (in any order; members come in mesh order). Raises InputError for an unknown axis."""
         for axis in axes:

@@ -103,7 +103,7 @@ class GridLinear(nn.Linear):
         """X [.., M_local, K_local] (or a carrier of it) → Y [.., M_local', N_local].
 
         tokens: the rows of X over the axes that split it beside m, needed where they do not divide (4 + 3 over two
-        ranks is 7); by default every rank holds as many as this one.
+        ranks is 7); by default every rank holds as many as this one (linear/rows.py: InputError where one does not).
         """
         local = tokens_of(x)
         product = self.site.product
@@ -119,6 +119,8 @@ class GridLinear(nn.Linear):
         if isinstance(x, Carrier):
             tokens = self.site.rows_of(x.rows)
         elif tokens is None:
+            if not self.site.tokens and not torch.compiler.is_compiling():
+                self.site.rows_agree.check(rows.shape[0])
             parts = 1 if product.x_by_features else product.gather_x.size
             tokens = self.site.rows_of(self.site.tokens) if self.site.tokens else rows.shape[0] * parts
         y = self.site(local, rows, tokens, self.index)

@@ -18,6 +18,7 @@ from shardwright.linear import asynchronous, blocking, compiled, ring
 from shardwright.linear.conversion import Conversion
 from shardwright.linear.pieces import WeightGradients
 from shardwright.linear.product import Product
+from shardwright.linear.rows import RowsAgree
 from shardwright.linear.work import Backward, Biases, Forward, Weights
 from shardwright.params import StoredParameter, Use
 
@@ -142,6 +143,7 @@ class SiteProduct:
         self.sequences = product.runtime.group(())  # the m axes that split sequences, which a batch does not fill
         self.inner_biases, self.outer_biases = (none, biases) if product.splits_k else (biases, none)
         self.mode: Any = _MODES[product.layout.overlap]
+        self.rows_agree = RowsAgree(product.runtime, product.layout.n + product.layout.k, product.name)
         self.number = compiled.number_of(self)
         self.anchor = torch.zeros(0, requires_grad=True)
         self.before: Conversion | None = None  # of what the site before leaves into X
