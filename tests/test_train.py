@@ -203,6 +203,19 @@ def test_what_ranks_end_with_becomes_one_exit_status(
     assert capsys.readouterr().err == (ended[codes[0]] if status == 1 else "")
 
 
+def test_a_run_begins_with_what_is_not_applied_and_what_may_vanish(
+    texts: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = prepare(tmp_path, texts, 1, {"steps": 1, "evaluation": None, "learning_rate": 1e-4})
+    layouts = {"*": {"m": ["data"], "overlap": "async"}}
+    plan = Plan.load(tmp_path / "plan.yaml").evolve(layouts=layouts, dtype="bfloat16", master_dtype="bfloat16")
+    plan.save(tmp_path / "plan.yaml")
+    assert trained(run, 1) == [0]
+    told = capfd.readouterr()
+    assert "not applied: overlap: async (model.layers.*.self_attn.qkv, " in told.out.partition("step 1/1")[0]
+    assert "warning: master_dtype: bfloat16 weights about 1, as of norms, do not take steps below 2^-9" in told.err
+
+
 def test_a_port_in_use_is_one_line(
     texts: list[str], tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
