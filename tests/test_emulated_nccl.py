@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 import dense
 import grids
 import shardwright as sw
+import test_faithful_store
 from nets import ALL, FEW, gradients_match
 from ranks import drop, on_ranks
 from shardwright.comm import GatheringTogether, ReducingTogether, Runtime, ScatteringTogether, all_gather, all_reduce
@@ -53,6 +55,27 @@ def test_gradients_equal_dense(axes, names, levels, timing, order):
     world = torch.Size(axes.values()).numel()
     for wrong, unfinished in on_ranks(world, gradients_and_unfinished, axes, names, levels, timing, 7, order):
         assert wrong == {} and unfinished == []
+
+
+def with_unused(program, level, timing, *args):
+    """A program of ranks that use different modules."""
+    mesh = emulated_mesh(timing, 3, data=dist.get_world_size())
+    with mock.patch.object(test_faithful_store, "mesh_of_all", lambda: mesh):
+        return program(level, *args), TIMING.unfinished()
+
+
+@pytest.mark.parametrize(
+    ("level", "timing"), [("replicate", "random"), ("optimizer", "latest"), ("gradients", "earliest")]
+)
+def test_ranks_may_use_different_modules(level, timing):
+    for error, unfinished in on_ranks(3, with_unused, test_faithful_store.depth_errors, level, timing):
+        assert error <= 1e-12 and unfinished == []
+
+
+@pytest.mark.parametrize("timing", ["earliest", "latest"])
+def test_ranks_may_use_different_modules_of_one_group(timing):
+    found = on_ranks(2, with_unused, test_faithful_store.expert_gradients, "parameters", timing, [""])
+    assert found == [([[10.0, 100.0]] * 3, [])] * 2
 
 
 def whole_of(rank, rows, dtype=torch.float64, seed=0):

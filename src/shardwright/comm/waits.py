@@ -22,6 +22,9 @@ from shardwright.comm.groups import AxisGroup
 WINDOW = 2.0
 """Seconds of a timeout, at most a quarter of it, that are kept for hearing of the others."""
 
+LONGEST = 300
+"""Characters of a message beyond which torch's own words are left to the error that is behind it."""
+
 
 def await_work(work: dist.Work, group: AxisGroup, number: int | None = None) -> None:
     """Waits for ``work`` of the group's collective ``number``, by default the last one.
@@ -72,8 +75,10 @@ def explained(error: RuntimeError, group: AxisGroup, number: int | None = None, 
     accounts = {me: Account.of(group.issued.book, group.ranks, here if number is None else number, stated)}
     with suppress(RuntimeError):  # the store may be gone with the rank that held it: what is known is told
         _listen(me, accounts, window(group))
+    found = diagnosis(me, accounts)
     torch_said = str(error).splitlines()[0].rpartition("] ")[2]  # without the file that it comes from
-    return DivergenceError(f"{diagnosis(me, accounts)}. torch: {torch_said[:120]}")
+    both = f"{found}. torch: {torch_said}"
+    return DivergenceError(both if len(both) <= LONGEST else found)
 
 
 def _listen(me: int, accounts: dict[int, Account], seconds: float) -> None:
