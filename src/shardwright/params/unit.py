@@ -132,6 +132,7 @@ class Unit:
 
     def start(self, mode: str) -> None:
         """Begins to gather every W."""
+        self.wait()  # a module that this rank did not use: nobody has waited for the gather before this one
         self.gathered, self.expired, self._seen, self.vacated = True, False, self._versions(), []
         by_group: dict[AxisGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         with torch.inference_mode(False), torch.no_grad():
