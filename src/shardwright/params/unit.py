@@ -56,8 +56,8 @@ to copy it."""
 class Unit:
     """``members`` that are gathered, released and reduced as one.
 
-    open, busy: how many forwards, and backwards, of the unit's module are at work, where modules tell (unsharding.py). W
-    is not released meanwhile. vacated: members whose W backward has released already. trained_bytes: of the members
+    open, busy: how many forwards, and backwards, of the unit's module are at work, where modules tell (unsharding.py).
+    W is not released meanwhile. vacated: members whose W backward has released already. trained_bytes: of the members
     whose gradients this backward may bring. expired: what is gathered is out of date, the next request gathers again.
     """
 
