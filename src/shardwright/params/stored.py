@@ -100,9 +100,10 @@ class StoredParameter:
     def was_written(self) -> torch.Tensor:
         """Whether this rank's rows of the gathered W are other than what is stored: a bool [], on the device."""
         assert self._whole is not None
-        whole = self._whole if self._whole.dim() else self._whole.reshape(1)
-        start, stop = self.gather_group.bounds(whole.shape[0])
-        return differs(whole[start:stop], self.local)
+        with trace.quiet():
+            whole = self._whole if self._whole.dim() else self._whole.reshape(1)
+            start, stop = self.gather_group.bounds(whole.shape[0])
+            return differs(whole[start:stop], self.local)
 
     @property
     def whole_shape(self) -> torch.Size:
