@@ -54,11 +54,11 @@ class SavedWeights:
         self._lent: dict[int, tuple[StoredParameter, Reader, weakref.WeakSet[Handle]]] = {}
         self._own: list[Any] = []  # pack hooks of ours that are in force
 
-    def lend(self, whole: torch.Tensor, stored: StoredParameter, reader: Reader) -> weakref.WeakSet[Handle]:
-        """From now on the memory of ``whole`` is that of ``stored``'s W; the handles that graphs hold on it."""
-        handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+    def lend(
+        self, whole: torch.Tensor, stored: StoredParameter, reader: Reader, handles: weakref.WeakSet[Handle]
+    ) -> None:
+        """From now on the memory of ``whole`` is that of ``stored``'s W; ``handles``: those that graphs hold on it."""
         self._lent[whole.untyped_storage()._cdata] = stored, reader, handles
-        return handles
 
     def take_back(self, stored: StoredParameter) -> None:
         """No module sees the W of ``stored`` any more."""

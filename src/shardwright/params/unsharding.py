@@ -4,7 +4,7 @@
 |----------------------------|-------------------------------------------------------------------------------------|
 | before the group's forward | gather; the module sees plain unsharded tensors, each a leaf of the graph           |
 | after it                   | the module has its DTensors back; W is released when the next group is asked for    |
-| backward reads W           | gather again (saved.py)                                                             |
+| backward reads W           | gather again (saved.py); the module sees W until it is read no more, for replays    |
 | gradient reaches a leaf    | it is deposited; when the group's inputs have theirs, its backward is over          |
 """
 
@@ -19,8 +19,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwright import trace
 from shardwright._errors import InputError
 from shardwright.params.saved import Handle, SavedWeights
 from shardwright.params.schedule import Schedule
@@ -126,6 +128,8 @@ class ModuleCall:
         self._handles: dict[StoredParameter, weakref.WeakSet[Handle]] = {}
         self._entered = self._read = -1  # the backwards that this call has taken note of, and asked for W in
         self._busy = False
+        self._wholes: dict[StoredParameter, torch.Tensor] = {}  # W: their memory comes and goes
+        self._shown: list[Place] = []  # whose modules see W in a backward
         self._replay = torch._C._current_graph_task_id() != -1  # inside a backward
         self._wanted = torch.is_grad_enabled() and not self._replay
         for unit in self.units:
@@ -144,14 +148,18 @@ class ModuleCall:
 
     def unsharded(self, stored: StoredParameter) -> torch.Tensor:
         """The gathered W as a plain tensor, a leaf of the graph; its gradient is deposited in the store."""
-        whole = stored.lease()
+        whole = self._wholes[stored] = stored.lease()
         if stored.releases:
-            self._handles[stored] = self.saved.lend(whole, stored, self)
+            self._lend(whole, stored)
         if stored.parameter.requires_grad and torch.is_grad_enabled():
             number = self._expect(stored.unit, stored)
             whole = whole.detach().requires_grad_()
             whole.register_post_accumulate_grad_hook(partial(self._deposit, stored, number))
         return whole
+
+    def _lend(self, whole: torch.Tensor, stored: StoredParameter) -> None:
+        """From now on graphs that save something on the memory of W hold handles instead."""
+        self.saved.lend(whole, stored, self, self._handles.setdefault(stored, weakref.WeakSet()))
 
     def _expect(self, unit: Unit, stored: StoredParameter | None = None) -> int:
         """Announces a gradient to come, of a parameter or of the inputs; the number by which it is heard of."""
@@ -207,6 +215,34 @@ class ModuleCall:
             unit.busy += 1
             if unit.gathers:
                 unit.schedule.ask(unit, again=True)
+        self._show()
+
+    def _show(self) -> None:
+        """The modules see W while this backward is at work: a method that is replayed reads it outside of any call.
+
+        What a replay makes of it is not differentiated: a checkpoint takes only what the replay would save.
+        """
+        for place in self.places:
+            module = place.reference()
+            if module is not None and place.key not in module.__dict__:
+                whole = self._wholes[place.stored]
+                if place.stored.releases:
+                    self._lend(whole, place.stored)
+                with trace.quiet():
+                    module.__dict__[place.key] = whole.detach().requires_grad_(place.stored.trains)
+                self._shown.append(place)
+        if self._shown:
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(_Hiding(self))
+
+    def hide(self, stored: StoredParameter | None = None) -> None:
+        """The modules have their DTensors again, or that of ``stored``."""
+        for place in [place for place in self._shown if stored in (None, place.stored)]:
+            self._shown.remove(place)
+            module = place.reference()
+            if module is not None:
+                module.__dict__.pop(place.key, None)
+            self.saved.take_back(place.stored)
 
     def _deposit(self, stored: StoredParameter, number: int, leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -218,6 +254,7 @@ class ModuleCall:
         use = self._uses.pop(number, None)
         if use is None:
             return
+        self.hide(stored)
         # beside the leaf, the store, and Python's object
         read = _holders(leaf) > 3 or bool(self._handles.get(stored))
         stored.unit.done(stored, use, read)
@@ -233,9 +270,23 @@ class ModuleCall:
             if self._busy:
                 unit.busy = max(0, unit.busy - 1)
         self._busy = False
+        self.hide()
         for unit in self.units:
             if not unit.uses:
                 unit.complete()
+
+
+class _Hiding:
+    """Ends what a call shows when the backward ends: the engine calls it then, and drops it where an error has come."""
+
+    def __init__(self, call: ModuleCall):
+        self.call = call
+
+    def __call__(self) -> None:
+        self.call.hide()
+
+    def __del__(self) -> None:
+        self.call.hide()
 
 
 class _Inputs(torch.autograd.Function):
