@@ -3,7 +3,8 @@
 # make bench-linear, bench-grid, bench-sharding, bench-bucket: step time, bytes on the wire, memory, over slow links (root;
 # docs/benchmarks.md).  make bench-planner: step times predicted and measured (root too).  make bench-agreement: what it
 # costs that ranks agree before they communicate.
-# make fuzz: FUZZ random products on real ranks against dense float64.
+# make fuzz: FUZZ random products on real ranks against dense float64.  make fuzz-store: FUZZ_STORE ill-behaved training
+# programs over sharded parameters against plain modules.
 # Each target makes the virtual environment it needs; it is installed again only when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -14,8 +15,10 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
 FUZZ ?= 10000
+FUZZ_STORE ?= 3000
 
-.PHONY: demo test test-all fuzz lint types bench-linear bench-grid bench-sharding bench-bucket bench-agreement bench-planner
+.PHONY: demo test test-all fuzz fuzz-store lint types bench-linear bench-grid bench-sharding bench-bucket bench-agreement \
+	bench-planner
 
 demo: $(VENV)/installed
 	$(BIN)/shardwright demo $(DEMO_ARGS)
@@ -28,6 +31,9 @@ test-all: $(VENV)/installed-test
 
 fuzz: $(VENV)/installed-test
 	$(BIN)/python tests/fuzz.py --draws $(FUZZ)
+
+fuzz-store: $(VENV)/installed-test
+	$(BIN)/python tests/fuzz_store.py --draws $(FUZZ_STORE)
 
 bench-linear: $(VENV)/installed-bench
 	$(BIN)/python bench/linear.py $(BENCH_ARGS)

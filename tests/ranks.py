@@ -50,14 +50,14 @@ def _share_one_device() -> None:
     dist.distributed_c10d.ProcessGroupGloo = Sharing
 
 
-def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, store: str, pipe: Any, timeout: float) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # who is stopped does not see that its parent is gone
     torch.set_num_threads(1)
     _share_one_device()
     gc.freeze()  # what the parent loaded is not garbage: collecting takes a moment, not a fifth of a second
     gc.set_threshold(20_000)  # a rank makes little garbage; looking for it at every 700 objects takes 6 % of its time
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
     while True:
         task = pipe.recv()
@@ -70,19 +70,23 @@ def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
             pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
 
 
+def fork(world: int, timeout: float = 60) -> list[tuple[Any, Any]]:
+    """(process, pipe) of each rank of a new pool, whose collectives give up after ``timeout`` seconds."""
+    context = multiprocessing.get_context("fork")
+    directory = tempfile.mkdtemp(prefix="ranks")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    pool = []
+    for rank in range(world):
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, world, f"{directory}/store", there, timeout), daemon=True)
+        process.start()
+        pool.append((process, here))
+    return pool
+
+
 def _pool(world: int) -> list[tuple[Any, Any]]:
     if world not in _POOLS:
-        context = multiprocessing.get_context("fork")
-        directory = tempfile.mkdtemp(prefix="ranks")
-        atexit.register(shutil.rmtree, directory, ignore_errors=True)
-        store = f"{directory}/store"
-        pool = []
-        for rank in range(world):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, store, there), daemon=True)
-            process.start()
-            pool.append((process, here))
-        _POOLS[world] = pool
+        _POOLS[world] = fork(world)
     return _POOLS[world]
 
 
