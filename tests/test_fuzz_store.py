@@ -38,12 +38,9 @@ def test_the_draws_cover_what_they_should():
     assert {program.shape.side for program in programs} == set(SIDES)
     assert len({(program.root, bool(program.bucket), program.unused, program.replicas) for program in programs}) >= 12
     steps = [step for program in programs for step in program.steps]
-    for feature, share in {
-        "evaluate": 0.2, "swap": 0.2, "freeze": 0.1, "raise": 0.1, "replace": 0.005,
-    }.items():  # fmt: skip
-        count = sum(any(step["do"] == feature for step in program.steps) for program in programs)
-        assert count >= share * DRAWS, (feature, count)
-    assert sum("absent" in step for step in steps) >= 20
+    for feature, least in {"evaluate": 40, "swap": 40, "freeze": 25, "raise": 25, "replace": 2}.items():
+        assert sum(any(step["do"] == feature for step in program.steps) for program in programs) >= least, feature
+    assert sum("absent" in step for step in steps) >= 10
     apart = [step for step in steps if any(choice != step["choices"][0] for choice in step.get("choices", ()))]
     assert len(apart) >= 50
 
