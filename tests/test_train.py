@@ -183,7 +183,7 @@ def test_ranks_that_are_started_here_are_as_many_as_the_plan_says(texts: list[st
 def test_the_launcher_exits_as_its_ranks_do() -> None:
     """torch's own makes 1 of every other status."""
     words = [sys.executable, "-m", "shardwright.train.launcher", "2", "schema", "nosuch"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 2
     lines = {line for line in done.stderr.splitlines() if "FutureWarning" not in line}
     assert lines == {"error: schema: found nosuch; allowed: plan, cluster, run"}

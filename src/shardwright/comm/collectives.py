@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright import trace
-from shardwright.comm.exchange import Gathering, Scattering, log, meet, part_of_one, places
+from shardwright.comm.exchange import Gathering, Meeting, Scattering, log, part_of_one, places
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.waits import await_work, naming
 
@@ -39,9 +39,21 @@ def reduce_scatter(
 
 
 class Reducing:
-    """tensor ← its sum over ranks, in place, under way; ``finish()`` waits. The tensor must be contiguous."""
+    """tensor ← its sum over ranks, in place, under way; ``finish()`` waits. The tensor must be contiguous.
 
-    def __init__(self, tensor: torch.Tensor, group: AxisGroup, module: str, mode: str, wide: bool = False):
+    overlaps: something is computed meanwhile, so that the host must not wait for others here; by default so unless the
+    mode is blocking.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        group: AxisGroup,
+        module: str,
+        mode: str,
+        wide: bool = False,
+        overlaps: bool | None = None,
+    ):
         if not tensor.is_contiguous():
             raise ValueError(
                 "all_reduce: found a tensor with gaps; allowed: a contiguous one (gloo would sum it wrongly)"
@@ -55,7 +67,9 @@ class Reducing:
         if wide and tensor.dtype in (torch.bfloat16, torch.float16):
             _reduce_wide(tensor, group, module)
             return
-        meet("all_reduce", group, tensor.nbytes, module)
+        self._meeting = Meeting("all_reduce", group, tensor.nbytes, module)
+        if not (mode != "blocking" if overlaps is None else overlaps):
+            self._meeting.finish()
         with naming(group):
             self._work = cast(dist.Work, dist.all_reduce(tensor.detach(), group=group.process_group, async_op=True))
 
@@ -70,6 +84,7 @@ class Reducing:
         if self.mode != "blocking":
             trace.waited("all_reduce", self.group.axes, self.module)
         await_work(self._work, self.group, self._number)
+        self._meeting.finish()
         self._work = None
         if self.group.backend == "gloo":
             _await_holders(self._storage, self._holders)

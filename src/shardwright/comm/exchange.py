@@ -82,16 +82,30 @@ def tag_of(kind: str, group: AxisGroup, size: int, module: str) -> int:
     return number << 16 | zlib.crc32(f"{kind} {size} {module}".encode()) & 0xFFFF
 
 
-def meet(kind: str, group: AxisGroup, size: int, module: str) -> None:
-    """Until the member before this one issues the same collective of gloo's own, which knows no tags."""
-    if group.backend != "gloo" or dist.get_backend(group.process_group) == "fake":
-        return
-    with trace.quiet():
-        tag, n, me = tag_of(kind, group, size, module), group.size, group.index
-        tokens = torch.zeros(2, dtype=torch.uint8)
-        works = [send(tokens[:1], (me + 1) % n, group, tag), receive(tokens[1:], (me - 1) % n, group, tag)]
+class Meeting:
+    """Until the member before this one issues the same collective of gloo's own, which knows no tags.
+
+    One byte is on its way from when this is made; ``finish`` waits for it. A blocking collective waits before it
+    starts. One that overlaps lets the byte travel beside it, since on a busy link it would stand in the queue behind
+    all data, and the host with it: then a sum with another operation's data is an error before anybody reads it.
+    """
+
+    def __init__(self, kind: str, group: AxisGroup, size: int, module: str):
+        self._group = group
+        self._works: list[dist.Work] = []
+        if group.backend != "gloo" or dist.get_backend(group.process_group) == "fake":
+            return
+        with trace.quiet():
+            tag, n, me = tag_of(kind, group, size, module), group.size, group.index
+            self._tokens = torch.zeros(2, dtype=torch.uint8)
+            self._works.append(send(self._tokens[:1], (me + 1) % n, group, tag))
+            self._works.append(receive(self._tokens[1:], (me - 1) % n, group, tag))
+
+    def finish(self) -> None:
+        """Until it has come."""
+        works, self._works = self._works, []
         for work in works:
-            await_work(work, group)
+            await_work(work, self._group)
 
 
 def send(tensor: torch.Tensor, peer: int, group: AxisGroup, tag: int) -> dist.Work:

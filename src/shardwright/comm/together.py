@@ -154,7 +154,8 @@ class ReducingTogether(_Together):
         size = sum(tensor.nbytes for tensor in tensors)
         super().__init__(group, module, mode, size, size, logged)
         with self._one_launch(not wide):
-            self._each = [Reducing(tensor, group, module, "blocking", wide) for tensor in tensors]
+            overlaps = mode != "blocking"
+            self._each = [Reducing(tensor, group, module, "blocking", wide, overlaps) for tensor in tensors]
 
     def advance(self) -> None:
         """Nothing to do: the library's all-reduce runs by itself."""

@@ -275,7 +275,7 @@ class SiteProduct:
             return results[: len(self.weights)]
         inside = self.inner_biases
         needs_x = x.requires_grad
-        uses = [(w.use(needs_x), b.use() if b is not None else None) for w, b in zip(self.weights, inside, strict=True)]
+        uses = self._announce(needs_x)
         anchors = [stored.anchor for stored in [*self.weights, *inside] if stored is not None]
         product, call, results = self.product, _Call(rows, uses), []
         outputs = _SiteNode.apply(self, call, x, *anchors)
@@ -288,6 +288,14 @@ class SiteProduct:
                 y = _AddBias.apply(y, bias.anchor, bias, bias.use())
             results.append(y)
         return results
+
+    def _announce(self, needs_x: bool) -> Uses:
+        """A backward to come: uses are told in the reverse of the order in which ``finish`` ends them."""
+        uses: Uses = []
+        for weight, bias in reversed(list(zip(self.weights, self.inner_biases, strict=True))):
+            of_bias = bias.use() if bias is not None else None
+            uses.insert(0, (weight.use(needs_x), of_bias))
+        return uses
 
     @property
     def widths(self) -> list[int]:

@@ -87,7 +87,9 @@ def _in_launches(order: Sequence[StoredParameter]) -> list[Launch]:
         numbers[unit] -= 1
         share = FAIR_SHARE * sum(other.whole_bytes for other in ready[unit])
         fair = share >= unit.trained_bytes and FAIR_SHARE * left[unit] >= unit.trained_bytes
-        if fair or not numbers[unit]:
-            found.append(Launch(unit, tuple(ready[unit]), last=not numbers[unit]))
+        if not numbers[unit]:  # all are there when it is issued: in the order in which the unit holds them
+            found.append(Launch(unit, tuple(sorted(ready[unit], key=unit.members.index)), last=True))
+        elif fair:
+            found.append(Launch(unit, tuple(ready[unit]), last=False))
             ready[unit] = []
     return found
