@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shardwright import trace
 from shardwright.comm.divergence import DivergenceError
 from shardwright.comm.groups import AxisGroup
+from shardwright.comm.library import few
 from shardwright.comm.waits import naming, patience
 
 Facts = Mapping[str, Any]
@@ -87,11 +88,11 @@ class Agreement:
         )
 
     def by_answer(self, said: tuple[str, ...]) -> str:
-        """ "rank 0 said this; ranks 1, 2 said that": ``said`` is what each rank is to be quoted with."""
+        """Who said what, as in "rank 0 gathers a; ranks 1, 2 gather b". said: what each rank is quoted with."""
         ranks: dict[str, list[int]] = {}
         for rank, words in zip(self.ranks, said, strict=True):
             ranks.setdefault(words, []).append(rank)
-        return "; ".join(f"rank{'s' * (len(who) > 1)} {_listed(who)} {words}" for words, who in ranks.items())
+        return "; ".join(f"rank{'s' * (len(who) > 1)} {few(who)} {words}" for words, who in ranks.items())
 
 
 def agree(agreement: Agreement | None, what: str, count: int = 0, **facts: Any) -> Answer:
@@ -106,9 +107,3 @@ def agree(agreement: Agreement | None, what: str, count: int = 0, **facts: Any) 
         told = agreement.by_answer(tuple(f"{said['do']}" for said in answer.facts))
         raise DivergenceError(f"ranks differ: {told}; allowed: parameter groups used alike on every rank")
     return answer
-
-
-def _listed(ranks: list[int] | tuple[int, ...]) -> str:
-    """At most eight of them, for a message."""
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown}, … ({len(ranks)} in all)"
