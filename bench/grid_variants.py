@@ -23,7 +23,7 @@ from variants import Task, Variant
 
 import shardwright as sw
 from shardwright import trace
-from shardwright.comm.exchange import Scattering
+from shardwright.comm.exchange import ReduceScatterHandle
 from shardwright.layout import preset
 from shardwright.linear.product import activation_placements
 from shardwright.params import cut
@@ -238,7 +238,7 @@ def our_reduce_scatter(mesh: DeviceMesh) -> Callable[..., torch.Tensor]:
         assert dim == 0
         output = input_.new_empty(input_.shape[0] // group.size)
         mode = "async" if overlap_comm else "blocking"
-        moving = Scattering(input_.view(group.size, -1), output.view(1, -1), group, "", mode)
+        moving = ReduceScatterHandle(input_.view(group.size, -1), output.view(1, -1), group, "", mode)
         if overlap_comm:
             overlap_communication.register_handle(SimpleNamespace(wait=moving.finish))
         else:

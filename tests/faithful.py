@@ -130,7 +130,7 @@ class Stored(Run):
             keep=program.level == "kept",
             in_flight=program.in_flight,
             bucket=program.bucket,
-            units=("",) if program.root else None,
+            groups=("",) if program.root else None,
             unused=program.unused,
         )
 

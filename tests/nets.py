@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dense
 import shardwright as sw
-from shardwright.params import cut, unit
+from shardwright.params import cut
+from shardwright.params import unit as parameter_group
 from shardwright.step import FusedAdamW
 from shardwright.trace import Alloc, Free, span
 
@@ -30,7 +31,7 @@ VOCAB, WIDTH, INNER = 11, 6, 7  # nothing divides by 2, 3, 4 and 8 at once
 class Case:
     """A model and the way it is run."""
 
-    units: tuple[str, ...] | None = None
+    groups: tuple[str, ...] | None = None
     in_flight: int = 2
     tied: bool = False
     frozen: tuple[str, ...] = ()
@@ -44,12 +45,12 @@ class Case:
 
 CASES = {
     "root split into units": Case(),
-    "root kept": Case(units=("blocks.*", "")),
-    "one unit": Case(units=("",)),
-    "nested units": Case(units=("blocks.*", "blocks.*.mlp", ""), in_flight=3),
-    "single sites": Case(units=("embed", "blocks.*.*", "blocks.*.mlp.*", "head", "norm"), in_flight=3),
+    "root kept": Case(groups=("blocks.*", "")),
+    "one unit": Case(groups=("",)),
+    "nested units": Case(groups=("blocks.*", "blocks.*.mlp", ""), in_flight=3),
+    "single sites": Case(groups=("embed", "blocks.*.*", "blocks.*.mlp.*", "head", "norm"), in_flight=3),
     "shared weights": Case(tied=True),
-    "shared weights, root kept": Case(tied=True, units=("blocks.*", "")),
+    "shared weights, root kept": Case(tied=True, groups=("blocks.*", "")),
     "frozen parameters": Case(frozen=("embed", "blocks.0", "blocks.1.mlp.up.weight", "head")),
     "adapters": Case(adapters=True, frozen=("embed", "norm", "head", "blocks")),
     "unused parameters": Case(unused=True),
@@ -58,7 +59,7 @@ CASES = {
     "weights without gradients": Case(detached=True),
     "recomputed units": Case(recompute="around"),
     "recomputed inside": Case(recompute="inside"),
-    "recomputed inside, root kept": Case(recompute="inside", units=("blocks.*", ""), forwards=2),
+    "recomputed inside, root kept": Case(recompute="inside", groups=("blocks.*", ""), forwards=2),
     "everything": Case(tied=True, unused=True, forwards=2, again=True, recompute="around", frozen=("blocks.1",)),
 }
 
@@ -195,18 +196,18 @@ def mesh_and_levels(axes, mesh_of=dense.mesh_of):
 @contextmanager
 def counting_units():
     """A list of one number: the most units gathered at once, those aside that stay so by their level or ``keep``."""
-    most, start = [0], unit.Unit.start
+    most, start = [0], parameter_group.ParameterGroup.start
 
     def counted(self, mode):
         start(self, mode)
-        others = [each for each in self.schedule.units if not (each.sharding.resident or each.sharding.keep)]
+        others = [each for each in self.schedule.param_groups if not (each.sharding.resident or each.sharding.keep)]
         most[0] = max(most[0], sum(each.gathered for each in others))
 
-    unit.Unit.start = counted
+    parameter_group.ParameterGroup.start = counted
     try:
         yield most
     finally:
-        unit.Unit.start = start
+        parameter_group.ParameterGroup.start = start
 
 
 def gradients_match(axes, names, levels, poison=False, mesh_of=dense.mesh_of):
@@ -220,13 +221,13 @@ def gradients_match(axes, names, levels, poison=False, mesh_of=dense.mesh_of):
         case = CASES[name]
         references = [dense_gradients(case, world, step) for step in range(2)]
         for level in levels:
-            model = sw.shard(make(case), mesh, units=case.units, in_flight=case.in_flight, **words[level])
+            model = sw.shard(make(case), mesh, groups=case.groups, in_flight=case.in_flight, **words[level])
             for step, reference in enumerate(references):
                 with counting_units() as most:
                     Losses(model, case)(batches_of(case, rank, step, torch.float64)).backward()
                 errors = {key: value for key, value in worst(model, reference).items() if not value <= 1e-12}
                 if errors or arena.held or most[0] > case.in_flight:
-                    wrong[name, level, step] = errors | {"held": arena.held, "units": most[0]}
+                    wrong[name, level, step] = errors | {"held": arena.held, "groups": most[0]}
                 model.zero_grad()
     arena.poison = False
     return wrong

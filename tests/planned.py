@@ -14,7 +14,8 @@ import pytest
 import tiny
 from shardwright._plan import Plan
 from shardwright.cluster import Cluster
-from shardwright.planner import beside, compose, explore, floor, price, search, space
+from shardwright.planner import beside, compose, explore, price, search, space
+from shardwright.planner import floor as rehearsed_bound
 from shardwright.planner.problem import Problem
 from shardwright.planner.request import request
 from shardwright.planner.runs import rehearse_few
@@ -103,7 +104,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.planner.problem.structures", few)
     monkeypatch.setattr(price, "rehearse_few", remembered)
     monkeypatch.setattr(compose, "rehearse_few", remembered)
-    monkeypatch.setattr(floor, "rehearse_few", remembered)
+    monkeypatch.setattr(rehearsed_bound, "rehearse_few", remembered)
 
 
 def searched(asked: Problem) -> search.Found:

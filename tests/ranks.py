@@ -41,13 +41,13 @@ def _share_one_device() -> None:
     kind = dist.ProcessGroupGloo
     device = kind.create_default_device()
 
-    class Sharing(kind):
+    class GradientBucketing(kind):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
             options = kind._Options()
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)
 
-    dist.distributed_c10d.ProcessGroupGloo = Sharing
+    dist.distributed_c10d.ProcessGroupGloo = GradientBucketing
 
 
 def _serve(rank: int, world: int, store: str, pipe: Any, timeout: float) -> None:

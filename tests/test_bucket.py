@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import dense
 import shardwright as sw
 from ranks import on_ranks
-from shardwright.comm import GatheringPacked, ReducingPacked, Runtime, Scattering
+from shardwright.comm import PackedAllGatherHandle, PackedAllReduceHandle, ReduceScatterHandle, Runtime
 from shardwright.mesh import chunk
 from shardwright.trace import Alloc, Free, record
 
@@ -193,7 +193,7 @@ def bits():
     group = Runtime.of(line()).group(("data",))
     gradient = torch.randn(13, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
     alone, shared = empty_for(gradient, "reduce_scatter"), empty_for(gradient, "reduce_scatter")
-    Scattering(gradient, alone, group, "", "blocking").finish()
+    ReduceScatterHandle(gradient, alone, group, "", "blocking").finish()
     bucket = sw.GradientBucket(KIB, axes=line())
     bucket.add(gradient.t().contiguous().t(), shared)  # with gaps: no matter
     bucket.flush()
@@ -429,8 +429,8 @@ def whole_record(mesh, kind, dtype, total, reduce_dtype):
                 bucket.advance()
                 bucket.add(*pair)
             bucket.flush()
-            GatheringPacked(list(zip(parts, gradients, strict=True)), group, "a", "async", runtime.arena).finish()
-            ReducingPacked(gradients, group, "b", "async", wide=True, arena=runtime.arena).finish()
+            PackedAllGatherHandle(list(zip(parts, gradients, strict=True)), group, "a", "async", runtime.arena).finish()
+            PackedAllReduceHandle(gradients, group, "b", "async", wide=True, arena=runtime.arena).finish()
     return trace.events, trace.storages
 
 
@@ -484,7 +484,7 @@ def as_on_nccl(shapes, kind, dtype, total):
     fine = all(torch.equal(d.double(), part) for d, part in zip(destinations, parts, strict=True))
     due = greedily([padded(shape, kind, total.itemsize) for shape in shapes], KIB)
     pairs = [(mine(whole).float(), torch.zeros_like(whole, dtype=dtype)) for whole in wholes]
-    GatheringPacked(pairs, group, "unit", "async").finish()
+    PackedAllGatherHandle(pairs, group, "unit", "async").finish()
     gathered = all(torch.equal(found.double(), whole) for (_, found), whole in zip(pairs, wholes, strict=True))
     return fine, len(trace.collectives) == len(due) > 1, most_alive(trace) == (2 * KIB, 0), gathered
 

@@ -18,7 +18,14 @@ import shardwright as sw
 import test_faithful_store
 from nets import ALL, FEW, gradients_match
 from ranks import drop, on_ranks
-from shardwright.comm import GatheringTogether, ReducingTogether, Runtime, ScatteringTogether, all_gather, all_reduce
+from shardwright.comm import (
+    CoalescedAllGatherHandle,
+    CoalescedAllReduceHandle,
+    CoalescedReduceScatterHandle,
+    Runtime,
+    all_gather,
+    all_reduce,
+)
 from shardwright.comm.all_to_all import columns_to_rows, rows_to_columns
 from shardwright.comm.collectives import reduce_scatter
 from shardwright.comm.exchange import pass_along
@@ -152,8 +159,8 @@ def sums_in_float32(timing, together):
         for dtype in (torch.bfloat16, torch.float32):
             part, summed = torch.empty(stop - start, 3, dtype=dtype), mine.clone()
             if together:
-                handles = [ScatteringTogether([(mine, part), (mine, part.clone())], group, "", "async", True)]
-                handles += [ReducingTogether([summed, mine.clone()], group, "", "async", True)]
+                handles = [CoalescedReduceScatterHandle([(mine, part), (mine, part.clone())], group, "", "async", True)]
+                handles += [CoalescedAllReduceHandle([summed, mine.clone()], group, "", "async", True)]
                 for handle in handles:
                     handle.finish()
             else:
@@ -213,7 +220,7 @@ def after_an_error_while_coalescing():
     group = Runtime.of(emulated_mesh("latest", data=2)).group(("data",))
     with pytest.raises(ValueError, match="found a part of 2 rows; allowed: 1"):
         pairs = [(torch.ones(1, 3), torch.empty(2, 3)), (torch.ones(2, 3), torch.empty(2, 3))]
-        GatheringTogether(pairs, group, "", "async")
+        CoalescedAllGatherHandle(pairs, group, "", "async")
     tensor = torch.ones(3)
     all_reduce(tensor, group)
     return tensor.tolist(), len(c10d._world.pg_coalesce_state)
@@ -404,14 +411,14 @@ def test_what_holds_before_and_after_a_wait(timing):
 
 def waits_left_out():
     """A store whose gathers nobody waits for."""
-    finish = GatheringTogether.finish
-    GatheringTogether.finish = lambda self: None
+    finish = CoalescedAllGatherHandle.finish
+    CoalescedAllGatherHandle.finish = lambda self: None
     try:
         wrong = gradients_match({"data": 2}, FEW[:1], ("parameters",), True, mesh_timed("latest"))
     except (BrokenRule, RuntimeError) as error:
         return str(error)
     finally:
-        GatheringTogether.finish = finish
+        CoalescedAllGatherHandle.finish = finish
     return wrong
 
 

@@ -197,7 +197,7 @@ def one_by_one(level):
     before = arena.held
     blocks = [Block().double() for _ in range(3)]
     reference = copy.deepcopy(blocks)
-    blocks = [sharded(block, level, units=[""]) for block in blocks]
+    blocks = [sharded(block, level, groups=[""]) for block in blocks]
     x = y = dense.random(4, 6, seed=1)
     for block in blocks:
         x = block(x)

@@ -36,7 +36,7 @@ class Experts(nn.Module):
 
 def expert_gradients(level, units):
     torch.manual_seed(0)
-    model = sharded(Experts(), level, unused="zeros", units=units)
+    model = sharded(Experts(), level, unused="zeros", groups=units)
     found = []
     for _ in range(3):  # the second and third backward know an order
         model(torch.tensor([[10.0 ** (1 + dist.get_rank())]])).sum().backward()

@@ -50,7 +50,7 @@ def test_design_1_overlapped_equals_dense(overlap, axes):
         for error, _, trace in on_ranks(world(axes), grids.run, layout, axes, sizes, True, 2, 2, True):
             assert error <= 1e-12
             over = [c.axes for c in trace.collectives if c.phase == "forward" and c.kind == "reduce_scatter"]
-            assert over == [layout.k] * 2 * (axes[layout.k[0]] > 1)  # one for each linear, whatever the strips
+            assert over == [layout.k] * 2 * (axes[layout.k[0]] > 1)  # one for each linear, whatever the feature chunks
 
 
 def in_bfloat16(axes, kind, overlap, chunks, recompute):
@@ -120,7 +120,7 @@ def test_a7_design_1_multiplies_while_y_and_dy_travel(overlap):
             products = places("product", "forward")
             assert products[0] < places("wait", *x)[0]  # the own rows of X, while the others come
             (sent,), landed = places("issue", *y), places("wait", *y)
-            assert len(landed) == 4  # strips
+            assert len(landed) == 4  # feature chunks
             for begun, landing in zip([sent, *landed], landed, strict=False):  # the next is sent when one has landed
                 assert landing == landed[-1] or any(begun < product < landing for product in products)
             dy, x, dx = (("backward", "all_gather", layout.k), ("backward", "all_gather", layout.n),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import on_ranks
-from shardwright.comm import GatheringPacked, GatheringTogether, ReducingPacked, Runtime
+from shardwright.comm import CoalescedAllGatherHandle, PackedAllGatherHandle, PackedAllReduceHandle, Runtime
 from shardwright.trace import record
 from test_bucket import SHAPES, gradient_of, line, mine, most_alive, summed
 
@@ -22,7 +22,7 @@ def packed_gather(shapes, dtype, leased):
     found = [torch.full_like(whole, torch.nan, dtype=dtype) for whole in wholes]
     with record(*parts, *found) as trace:
         pairs = list(zip(parts, found, strict=True))
-        handle = GatheringPacked(pairs, group, "unit", "async", arena if leased else None)
+        handle = PackedAllGatherHandle(pairs, group, "unit", "async", arena if leased else None)
         handle.finish()
         handle.finish()
         del handle, pairs
@@ -48,7 +48,9 @@ def packed_on_nccl(shapes):
     found = [torch.full_like(whole, torch.nan) for whole in wholes]
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     with mock.patch.object(dist, name, side_effect=getattr(dist, name)) as gathers:
-        GatheringPacked([(mine(w).clone(), f) for w, f in zip(wholes, found, strict=True)], group, "", "async").finish()
+        PackedAllGatherHandle(
+            [(mine(w).clone(), f) for w, f in zip(wholes, found, strict=True)], group, "", "async"
+        ).finish()
     return all(map(torch.equal, found, wholes)), gathers.call_count
 
 
@@ -62,7 +64,7 @@ def messages(packed: bool) -> int:
     group = Runtime.of(line()).group(("data",))
     pairs = [(torch.ones(2), torch.zeros(2 * group.size)) for _ in range(10)]
     with mock.patch.object(dist, "isend", side_effect=dist.isend) as sends:
-        (GatheringPacked if packed else GatheringTogether)(pairs, group, "", "blocking").finish()
+        (PackedAllGatherHandle if packed else CoalescedAllGatherHandle)(pairs, group, "", "blocking").finish()
     return sends.call_count
 
 
@@ -76,7 +78,7 @@ def packed_reduction(shapes, dtype, wide):
     tensors = [gradient_of(shape, dist.get_rank(), i, dtype) for i, shape in enumerate(shapes)]
     tensors.append(torch.tensor(1.0, dtype=dtype))
     with record(*tensors) as trace:
-        handle = ReducingPacked(tensors, group, "unit", "async", wide)
+        handle = PackedAllReduceHandle(tensors, group, "unit", "async", wide)
         handle.advance()
         handle.finish()
     expected = [*(summed(shape, i) for i, shape in enumerate(shapes)), torch.tensor(float(group.size))]
@@ -95,9 +97,9 @@ def mixed_types():
     group = Runtime.of(line()).group(("data",))
     tensors = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
     with pytest.raises(ValueError, match=r"unit: found torch.float32 and torch.float64; allowed: one element type"):
-        ReducingPacked(tensors, group, "unit", "async")
+        PackedAllReduceHandle(tensors, group, "unit", "async")
     with pytest.raises(ValueError, match=r"unit: found a part of shape \(3,\); allowed: \(1,\)"):
-        GatheringPacked([(torch.ones(3), torch.ones(2))], group, "unit", "async")
+        PackedAllGatherHandle([(torch.ones(3), torch.ones(2))], group, "unit", "async")
 
 
 def test_packed_collectives_refuse_what_does_not_fit():

@@ -8,31 +8,33 @@ from itertools import pairwise
 import pytest
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.limits import Limits
+from shardwright.planner.limits import FormulaBound
 from shardwright.planner.pareto import FINEST, Knob, Point, curve, knobs
 from shardwright.planner.solve import fastest
 from shardwright.planner.space import MODES, Structure
 from shardwright.report.planning import curve_table
-from test_solve import alive, drawn, mixes, seconds_of
+from test_solve import alive, assignments, drawn, seconds_of
 
 STRUCTURE = Structure(1, 2, 2, 1, "split", "replicate", False, 1)
 
 
 def candidate(seed: int, data: int = 2) -> Candidate:
     """A structure with drawn ways, all sizes below 200 bytes, so that the curve has every point."""
-    frame, ways, blocks = drawn(seed, unit=1)
-    choices = tuple((MODES[0], MODES[0], "none") for _ in ways)
+    fixed_cost, options, blocks = drawn(seed, unit=1)
+    choices = tuple((MODES[0], MODES[0], "none") for _ in options)
     structure = replace(STRUCTURE, data=data)
-    return Candidate(structure, Limits(0.0, 0, 0, 0.0, 0.0), (), frame, ways, choices, blocks)
+    return Candidate(structure, FormulaBound(0.0, 0, 0, 0.0, 0.0), (), fixed_cost, options, choices, blocks)
 
 
 def beaten_by_none(candidates: list[Candidate], most: float) -> list[tuple[float, int]]:
     """(seconds, peak) of every mix that no other beats, by brute force; fastest first."""
     found = []
     for each in candidates:
-        assert each.frame is not None
-        for counts in mixes(len(each.ways), each.units):
-            found.append((seconds_of(each.frame, each.ways, counts), alive(each.frame, each.ways, counts)))
+        assert each.fixed_cost is not None
+        for counts in assignments(len(each.options), each.units):
+            found.append(
+                (seconds_of(each.fixed_cost, each.options, counts), alive(each.fixed_cost, each.options, counts))
+            )
     kept: list[tuple[float, int]] = []
     for seconds, peak in sorted((seconds, peak) for seconds, peak in found if peak <= most):
         if not kept or peak < kept[-1][1]:
@@ -60,15 +62,17 @@ def test_it_falls_from_the_fastest_to_the_leanest(seed):
     one = candidate(seed)
     points = curve([one])
     assert all(a.seconds < b.seconds and a.peak > b.peak for a, b in pairwise(points))
-    assert one.frame is not None
-    unlimited = fastest(one.frame, one.ways, one.units, 2**40)
+    assert one.fixed_cost is not None
+    unlimited = fastest(one.fixed_cost, one.options, one.units, 2**40)
     assert unlimited is not None and points[0].seconds == unlimited.seconds
 
 
 def test_points_closer_than_a_share_are_one():
     one = candidate(3)
-    assert one.frame is not None
-    far = replace(one, frame=replace(one.frame, resident=one.frame.resident + 10**6))  # all peaks are nearly alike
+    assert one.fixed_cost is not None
+    far = replace(
+        one, fixed_cost=replace(one.fixed_cost, resident=one.fixed_cost.resident + 10**6)
+    )  # all peaks are nearly alike
     points = curve([far])
     assert len(points) <= 2 < len(curve([one]))
     for above, below in pairwise(points[:-1]):
@@ -76,7 +80,7 @@ def test_points_closer_than_a_share_are_one():
 
 
 def test_what_was_not_priced_has_no_point():
-    assert curve([Candidate(STRUCTURE, Limits(1.0, 1, 0, 0.0, 0.0))]) == ()
+    assert curve([Candidate(STRUCTURE, FormulaBound(1.0, 1, 0, 0.0, 0.0))]) == ()
     assert curve([candidate(0)], most=0) == ()
 
 

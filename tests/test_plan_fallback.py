@@ -43,10 +43,12 @@ def test_the_fastest_way_that_fits_is_the_plan_and_its_rehearsal_what_it_predict
     trace = sw.rehearse(plan.config_path, plan)
     assert plan.predicted is not None and plan.predicted.peak == trace.phase_peaks
     assert figures["peak"] == trace.peak_bytes and figures["not_applied"] == []
-    ways = figures["candidates"]
-    assert ways[0]["why_not"] == "this is the plan" and ways[0]["seconds"] == plan.objective == plan.predicted.time
-    assert [way["seconds"] for way in ways] == sorted(way["seconds"] for way in ways)
-    assert {way["way"] for way in ways} == {
+    options = figures["candidates"]
+    assert (
+        options[0]["why_not"] == "this is the plan" and options[0]["seconds"] == plan.objective == plan.predicted.time
+    )
+    assert [option["seconds"] for option in options] == sorted(option["seconds"] for option in options)
+    assert {option["way"] for option in options} == {
         f"{level}{recomputed}, 1 micro-batch"
         for level in ("replicate", "optimizer", "gradients", "parameters", "parameters, kept")
         for recomputed in ("", ", blocks recomputed")
@@ -55,7 +57,7 @@ def test_the_fastest_way_that_fits_is_the_plan_and_its_rehearsal_what_it_predict
 
 def test_a_budget_is_kept_or_the_least_that_fits_is_named(two: Path) -> None:
     _, whole = planned(two, "--level", "replicate")
-    peaks = {way["way"]: way["peak"] for way in whole["candidates"]}
+    peaks = {option["way"]: option["peak"] for option in whole["candidates"]}
     budget = peaks["replicate, blocks recomputed, 1 micro-batch"]
     assert budget < peaks["replicate, 1 micro-batch"]
     plan, figures = planned(two, "--level", "replicate", "--memory", str(budget))

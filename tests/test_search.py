@@ -33,7 +33,7 @@ def sound(found) -> None:
     assert plan.predicted.peak == trace.phase_peaks
     assert (plan.predicted.saved, plan.predicted.volume) == (trace.saved_bytes, trace.sent_bytes)
     assert trace.peak_bytes <= found.problem.memory
-    assert 0 < plan.bound <= plan.objective == found.mix.seconds
+    assert 0 < plan.bound <= plan.objective == found.assignment.seconds
     assert plan.gap == (plan.objective - plan.bound) / plan.objective
     assert plan.world_size == found.problem.devices
     assert plan.batch * plan.accumulation == found.problem.batch
@@ -44,7 +44,7 @@ def test_e2_the_plan_is_certified():
     sound(found)
     assert found.left == ()
     assert found.plan.gap == 0
-    assert found.mix.seconds == pytest.approx(found.plan.predicted.time, rel=1e-9), "all of its blocks are alike"
+    assert found.assignment.seconds == pytest.approx(found.plan.predicted.time, rel=1e-9), "all of its blocks are alike"
 
 
 def test_a_level_that_is_asked_for_is_the_only_one_looked_at():
@@ -60,26 +60,28 @@ def test_every_structure_priced_none_is_faster_and_limits_are_limits():
     found = searched(problem(cluster()))
     priced = [priced_in(found.problem, each, MODES, Here()) for each in candidates_of(found.problem)]
     assert len(priced) > len(found.looked_at), "the search left none out"
-    assert found.mix.seconds <= min(each.seconds for each in priced) * (1 + 1e-9)
+    assert found.assignment.seconds <= min(each.seconds for each in priced) * (1 + 1e-9)
     assert found.bound <= min(each.seconds for each in priced)
     for each in priced:
-        assert each.limits.seconds <= each.seconds and each.limits.memory <= each.lean.peak, each.structure
+        assert each.formula_bound.seconds <= each.seconds and each.formula_bound.memory <= each.lean.peak, (
+            each.structure
+        )
 
 
 def test_what_was_priced_in_some_modes_only_is_bounded_by_its_limits():
     asked = problem(cluster())
     one = next(each for each in candidates_of(asked) if each.structure.tensor > 1)
     some = priced_in(asked, one, FIRST, Here())
-    assert (some.has(MODES), some.bound) == (False, one.limits.seconds)
+    assert (some.has(MODES), some.bound) == (False, one.formula_bound.seconds)
     every = priced_in(asked, some, MODES, Here())
-    assert every.has(MODES) and every.mix is not None and every.bound == every.mix.bound
+    assert every.has(MODES) and every.assignment is not None and every.bound == every.assignment.bound
     assert every.seconds <= some.seconds
 
 
 def test_without_time_the_bound_still_holds():
     hasty, patient = search(problem(cluster()), seconds=0), searched(problem(cluster()))
-    assert hasty.left and hasty.bound < hasty.mix.seconds, "what was left promises more"
-    assert hasty.bound <= patient.mix.seconds <= hasty.mix.seconds
+    assert hasty.left and hasty.bound < hasty.assignment.seconds, "what was left promises more"
+    assert hasty.bound <= patient.assignment.seconds <= hasty.assignment.seconds
 
 
 def test_limits_count_tied_weights_once():
@@ -87,17 +89,19 @@ def test_limits_count_tied_weights_once():
     asked = problem(cluster(), batch=4, sequence=4, path=path)
     for each in candidates_of(asked):
         found = priced_in(asked, each, MODES[:1], Here())
-        assert found.limits.memory <= found.lean.peak and found.limits.seconds <= found.seconds, each.structure
+        assert found.formula_bound.memory <= found.lean.peak and found.formula_bound.seconds <= found.seconds, (
+            each.structure
+        )
 
 
 def test_e3_a_larger_memory_is_never_slower():
     roomy = searched(problem(cluster()))
     peak = roomy.certificate.peak_bytes
-    times = [roomy.mix.seconds]
+    times = [roomy.assignment.seconds]
     for share in (0.95, 0.9, 0.85):
         found = searched(problem(cluster(), memory=int(peak * share)))
         sound(found)
-        times.append(found.mix.seconds)
+        times.append(found.assignment.seconds)
     assert times == sorted(times)
     assert times[-1] > times[0]
 
@@ -127,7 +131,7 @@ def test_without_time_it_is_not_said_that_nothing_fits():
         hasty.value
     )
     asked = problem(cluster(), memory=64 * 2**20)
-    leanest = min(candidates_of(asked), key=lambda each: each.limits.memory)
+    leanest = min(candidates_of(asked), key=lambda each: each.formula_bound.memory)
     lean = priced_in(asked, leanest, MODES, Here()).lean
     assert lean is not None
     sound(search(dataclasses.replace(asked, memory=lean.peak + 2**16), seconds=0))
@@ -160,36 +164,38 @@ def test_a_price_counts_what_every_micro_batch_holds(monkeypatch):
 
 def uniform(candidate: Candidate, budget: int) -> list[float]:
     """Seconds of the plans that fit and whose blocks all go one way, by brute force."""
-    assert candidate.frame is not None
-    frame, ways, units = candidate.frame, candidate.ways, candidate.units
-    same = [tuple(units * (k == way) for k in range(len(ways))) for way in range(len(ways))]
-    return [seconds_of(frame, ways, counts) for counts in same if peak_of(frame, ways, counts) <= budget]
+    assert candidate.fixed_cost is not None
+    fixed_cost, options, units = candidate.fixed_cost, candidate.options, candidate.units
+    same = [tuple(units * (k == option) for k in range(len(options))) for option in range(len(options))]
+    return [
+        seconds_of(fixed_cost, options, counts) for counts in same if peak_of(fixed_cost, options, counts) <= budget
+    ]
 
 
 def test_e4_first_and_last_blocks_choose_differently_where_it_pays():
     one = priced({"data": 1, "tensor": 4})
     mixed = 0
     for point in curve([one]):
-        mix = one.within(point.peak)
-        assert mix is not None
-        if sum(map(bool, mix.counts)) > 1:
+        assignment = one.within(point.peak)
+        assert assignment is not None
+        if sum(map(bool, assignment.counts)) > 1:
             mixed += 1
-            assert mix.seconds < min(uniform(one, point.peak), default=float("inf"))
+            assert assignment.seconds < min(uniform(one, point.peak), default=float("inf"))
     assert mixed >= 1
 
 
 def test_e4_attention_and_mlp_choose_differently_where_it_pays():
     one = priced({"data": 1, "tensor": 4})
-    assert one.frame is not None
+    assert one.fixed_cost is not None
     alike = [number for number, (attention, mlp, _) in enumerate(one.choices) if attention == mlp]
     apart = 0
     for point in curve([one]):
-        mix = one.within(point.peak)
-        assert mix is not None
-        if any(count and number not in alike for number, count in enumerate(mix.counts)):
+        assignment = one.within(point.peak)
+        assert assignment is not None
+        if any(count and number not in alike for number, count in enumerate(assignment.counts)):
             apart += 1
-            other = fastest(one.frame, [one.ways[number] for number in alike], one.units, point.peak)
-            assert other is None or mix.seconds < other.seconds
+            other = fastest(one.fixed_cost, [one.options[number] for number in alike], one.units, point.peak)
+            assert other is None or assignment.seconds < other.seconds
     assert apart >= 1
 
 

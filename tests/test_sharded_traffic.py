@@ -33,7 +33,8 @@ from nets import (
 from ranks import on_ranks
 from reference import assert_same
 from shardwright._rehearse import stage
-from shardwright.params import InFlightError, unit
+from shardwright.params import InFlightError
+from shardwright.params import unit as parameter_group
 from shardwright.trace import Alloc, Op
 from shardwright.trace.events import POINTS
 
@@ -190,7 +191,7 @@ def test_frozen_and_trainable_parameters_of_two_element_types(world):
 
 
 def asked_too_much(units):
-    model = sw.shard(make(Case()), dense.mesh_of(data=2), units=units, in_flight=1)
+    model = sw.shard(make(Case()), dense.mesh_of(data=2), groups=units, in_flight=1)
     with pytest.raises(InFlightError) as caught:
         model(torch.zeros(1, 1, dtype=torch.int64))
     return str(caught.value)
@@ -213,7 +214,7 @@ def leaks(axes):
         loss.backward()
         del loss
         store = model.parameter_store
-        references = [weakref.ref(each) for each in (model, store, store.schedule, *store.schedule.units)]
+        references = [weakref.ref(each) for each in (model, store, store.schedule, *store.schedule.param_groups)]
         references += [weakref.ref(each) for each in model.parameters()]
         del model, store
         gc.collect()
@@ -271,7 +272,7 @@ def on_two_meshes(data):
     plain = nn.Sequential(*(OnGrid(None, seed) for seed in range(4)))
     placements = model[0].up.input_placements
     model = sw.shard(model, mesh, "parameters")
-    travelling, alive, kind = {}, {}, unit.ScatteringTogether
+    travelling, alive, kind = {}, {}, parameter_group.CoalescedReduceScatterHandle
 
     class Watched(kind):
         def __init__(self, pairs, group, *rest):
@@ -282,12 +283,12 @@ def on_two_meshes(data):
             super().__init__(pairs, group, *rest)
 
     x, up = dense.random(16, 8, seed=1), dense.random(16, 8, seed=2)
-    unit.ScatteringTogether = Watched
+    parameter_group.CoalescedReduceScatterHandle = Watched
     try:
         y = model(dense.part(x, mesh, placements))
         y.backward(dense.part(up, mesh, placements))
     finally:
-        unit.ScatteringTogether = kind
+        parameter_group.CoalescedReduceScatterHandle = kind
     plain(x).backward(up)
     errors = {
         name: dense.error(ours.grad.full_tensor(), theirs.grad)
@@ -347,7 +348,7 @@ def test_memory_by_formula(level, world):
 
 
 def record_net(mesh, case, level):
-    model = sw.shard(make(case, torch.float32), mesh, units=case.units, in_flight=case.in_flight, **LEVELS[level])
+    model = sw.shard(make(case, torch.float32), mesh, groups=case.groups, in_flight=case.in_flight, **LEVELS[level])
     return record_steps(model, torch.zeros(2, 3, dtype=torch.int64), 2)[0]
 
 

@@ -77,7 +77,7 @@ def steps_match(axes, names, levels):
         # The peer's gradients are means over ranks, ours are sums.
         expected = after_three_steps(peer, losses, optimizer, case, dist.get_world_size())
         for level in levels:
-            options = words[level] | {"units": case.units, "in_flight": case.in_flight}
+            options = words[level] | {"groups": case.groups, "in_flight": case.in_flight}
             model = sw.shard(make(case, torch.float32), mesh, **options)
             optimizer = torch.optim.AdamW(model.parameters())
             found = after_three_steps(model, Losses(model, case), optimizer, case)
@@ -276,7 +276,7 @@ def any_module(tree, level, chosen, in_flight):
     model = sw.shard(
         copy.deepcopy(plain),
         dense.mesh_of(data=dist.get_world_size()),
-        units=units,
+        groups=units,
         in_flight=in_flight,
         **LEVELS[level],
     )

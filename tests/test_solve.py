@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.planner.solve import Frame, Mix, Way, fastest, leanest, peak_of, seconds_of
+from shardwright.planner.solve import Assignment, BlockOption, FixedCost, fastest, leanest, peak_of, seconds_of
 
 INSTANCES = 400
 UNITS = {"bytes": 1, "KiB": 2**10, "odd MiB": 2**20 + 1, "odd GiB": 2**30 - 3}
 """What one step of a drawn size stands for: the solver must be exact at all of them."""
 
-Instance = tuple[Frame, tuple[Way, ...], int]
+Instance = tuple[FixedCost, tuple[BlockOption, ...], int]
 
 
-def way(rng: random.Random, name: str, unit: int, second: float) -> Way:
+def option(rng: random.Random, name: str, unit: int, second: float) -> BlockOption:
     """A way whose block adds less than it needs at most; a recomputed one adds little and gives back more."""
     forward, backward = rng.randint(0, 9) * unit, rng.randint(-9, 9) * unit
-    return Way(
+    return BlockOption(
         name,
         rng.randint(1, 20) * second,
         rng.randint(0, 6) * unit,
@@ -36,9 +36,9 @@ def drawn(seed: int, unit: int | None = None) -> Instance:
     """A frame, up to 4 ways and up to 8 blocks."""
     rng = random.Random(seed)
     unit, second = unit or rng.choice(list(UNITS.values())), rng.choice((1.0, 1e-3, 3e-6))
-    ways = tuple(way(rng, str(k), unit, second) for k in range(rng.randint(1, 4)))
+    options = tuple(option(rng, str(k), unit, second) for k in range(rng.randint(1, 4)))
     before, between = rng.randint(0, 5) * unit, rng.randint(-3, 5) * unit
-    frame = Frame(
+    fixed_cost = FixedCost(
         rng.choice((0.0, rng.random() * second)),
         rng.randint(0, 30) * unit,
         before,
@@ -47,33 +47,33 @@ def drawn(seed: int, unit: int | None = None) -> Instance:
         max(0, between) + rng.randint(0, 20) * unit,
         rng.randint(0, 20) * unit,
     )
-    return frame, ways, rng.randint(1, 8)
+    return fixed_cost, options, rng.randint(1, 8)
 
 
-def mixes(ways: int, blocks: int) -> Iterator[tuple[int, ...]]:
+def assignments(options: int, blocks: int) -> Iterator[tuple[int, ...]]:
     """Every way to write ``blocks`` as so many counts."""
-    if ways == 1:
+    if options == 1:
         yield (blocks,)
         return
     for count in range(blocks + 1):
-        yield from ((count, *rest) for rest in mixes(ways - 1, blocks - count))
+        yield from ((count, *rest) for rest in assignments(options - 1, blocks - count))
 
 
-def alive(frame: Frame, ways: tuple[Way, ...], counts: tuple[int, ...]) -> int:
+def alive(fixed_cost: FixedCost, options: tuple[BlockOption, ...], counts: tuple[int, ...]) -> int:
     """The peak of a mix, by walking through its blocks one by one: nothing is taken from the solver."""
-    order = [way for way, count in zip(ways, counts, strict=True) for _ in range(count)]
-    now = frame.resident + sum(way.resident for way in order)
-    seen = [now + frame.before_top]
-    now += frame.before
+    order = [option for option, count in zip(options, counts, strict=True) for _ in range(count)]
+    now = fixed_cost.resident + sum(option.resident for option in order)
+    seen = [now + fixed_cost.before_top]
+    now += fixed_cost.before
     for each in order:
         seen.append(now + each.forward_top)
         now += each.forward
-    seen.append(now + frame.between_top)
-    now += frame.between
+    seen.append(now + fixed_cost.between_top)
+    now += fixed_cost.between
     for each in reversed(order):
         seen.append(now + each.backward_top)
         now += each.backward
-    return max(*seen, now + frame.after_top)
+    return max(*seen, now + fixed_cost.after_top)
 
 
 def budgets(peaks: list[int]) -> list[int]:
@@ -82,13 +82,18 @@ def budgets(peaks: list[int]) -> list[int]:
     return [peak + more for peak in few for more in (-1, 0, 1) if peak + more >= 0]
 
 
-def check(instance: Instance, found: Mix | None, budget: int, table: dict[tuple[int, ...], tuple[float, int]]) -> None:
-    frame, ways, _ = instance
+def check(
+    instance: Instance, found: Assignment | None, budget: int, table: dict[tuple[int, ...], tuple[float, int]]
+) -> None:
+    fixed_cost, options, _ = instance
     fitting = [seconds for seconds, peak in table.values() if peak <= budget]
     assert (found is None) == (not fitting), (found, budget)
     if found is not None:
         assert found.seconds == pytest.approx(min(fitting), rel=1e-9), (found, budget)
-        assert (found.seconds, found.peak) == (seconds_of(frame, ways, found.counts), alive(frame, ways, found.counts))
+        assert (found.seconds, found.peak) == (
+            seconds_of(fixed_cost, options, found.counts),
+            alive(fixed_cost, options, found.counts),
+        )
         assert found.peak <= budget
         assert found.bound <= found.seconds
         assert found.gap == pytest.approx(0, abs=1e-9)
@@ -98,18 +103,18 @@ def check(instance: Instance, found: Mix | None, budget: int, table: dict[tuple[
 def test_e1_the_fastest_mix_is_that_of_brute_force(part, capfd):
     tight = 0
     for seed in range(part, INSTANCES, 4):
-        instance = frame, ways, blocks = drawn(seed)
+        instance = fixed_cost, options, blocks = drawn(seed)
         table = {
-            counts: (seconds_of(frame, ways, counts), alive(*instance[:2], counts))
-            for counts in mixes(len(ways), blocks)
+            counts: (seconds_of(fixed_cost, options, counts), alive(*instance[:2], counts))
+            for counts in assignments(len(options), blocks)
         }
         fastest_of_all = min(seconds for seconds, _ in table.values())
         for budget in budgets([peak for _, peak in table.values()]):
-            found = fastest(frame, ways, blocks, budget)
+            found = fastest(fixed_cost, options, blocks, budget)
             check(instance, found, budget, table)
             tight += found is not None and found.seconds > fastest_of_all
-        lean = leanest(frame, ways, blocks)
-        assert lean.peak == alive(frame, ways, lean.counts) == min(peak for _, peak in table.values()), seed
+        lean = leanest(fixed_cost, options, blocks)
+        assert lean.peak == alive(fixed_cost, options, lean.counts) == min(peak for _, peak in table.values()), seed
     assert tight > 50  # budgets that change the answer
     assert capfd.readouterr() == ("", "")
 
@@ -117,9 +122,9 @@ def test_e1_the_fastest_mix_is_that_of_brute_force(part, capfd):
 @pytest.mark.parametrize("seed", [664, 1086])
 def test_the_leanest_mix_is_so_to_the_byte(seed):
     """Instances whose two leanest mixes are closer than the solver's tolerance."""
-    frame, ways, blocks = drawn(seed)
-    lean = leanest(frame, ways, blocks)
-    assert lean.peak == min(alive(frame, ways, counts) for counts in mixes(len(ways), blocks))
+    fixed_cost, options, blocks = drawn(seed)
+    lean = leanest(fixed_cost, options, blocks)
+    assert lean.peak == min(alive(fixed_cost, options, counts) for counts in assignments(len(options), blocks))
 
 
 TIED = [
@@ -146,14 +151,17 @@ def test_an_instance_that_went_wrong_without_presolve():
     check_tied(random.Random(3032), 2**20, 12, 3)
 
 
-def check_tied(rng: random.Random, unit: int, ways: int, blocks: int) -> None:
-    some = tuple(way(rng, str(k), unit, 1e-3) for k in range(ways))
-    frame = Frame(1e-3, 4 * unit, unit, 2 * unit, unit, 4 * unit, 2 * unit)
-    table = {each: (seconds_of(frame, some, each), alive(frame, some, each)) for each in mixes(ways, blocks)}
+def check_tied(rng: random.Random, unit: int, options: int, blocks: int) -> None:
+    some = tuple(option(rng, str(k), unit, 1e-3) for k in range(options))
+    fixed_cost = FixedCost(1e-3, 4 * unit, unit, 2 * unit, unit, 4 * unit, 2 * unit)
+    table = {
+        each: (seconds_of(fixed_cost, some, each), alive(fixed_cost, some, each))
+        for each in assignments(options, blocks)
+    }
     least = min(peak for _, peak in table.values())
-    assert leanest(frame, some, blocks).peak == least
+    assert leanest(fixed_cost, some, blocks).peak == least
     for budget in (least, least + unit, least + 4 * unit, least + 8 * unit, least + 9 * unit + 1):
-        check((frame, some, blocks), fastest(frame, some, blocks, budget), budget, table)
+        check((fixed_cost, some, blocks), fastest(fixed_cost, some, blocks, budget), budget, table)
 
 
 def instances() -> st.SearchStrategy[Instance]:
@@ -163,10 +171,10 @@ def instances() -> st.SearchStrategy[Instance]:
 @settings(max_examples=60, deadline=None)
 @given(instance=instances(), shares=st.tuples(st.floats(0, 1), st.floats(0, 1)))
 def test_e3_a_larger_budget_is_never_slower(instance, shares):
-    frame, ways, blocks = instance
-    peaks = [alive(frame, ways, counts) for counts in mixes(len(ways), blocks)]
+    fixed_cost, options, blocks = instance
+    peaks = [alive(fixed_cost, options, counts) for counts in assignments(len(options), blocks)]
     low, high = (min(peaks) + round((max(peaks) - min(peaks)) * share) for share in sorted(shares))
-    slow, quick = fastest(frame, ways, blocks, low), fastest(frame, ways, blocks, high)
+    slow, quick = fastest(fixed_cost, options, blocks, low), fastest(fixed_cost, options, blocks, high)
     assert slow is not None and quick is not None
     assert quick.seconds <= slow.seconds * (1 + 1e-12)
 
@@ -174,16 +182,16 @@ def test_e3_a_larger_budget_is_never_slower(instance, shares):
 @settings(max_examples=100, deadline=None)
 @given(instance=instances())
 def test_the_peak_of_a_mix_is_that_of_its_blocks_one_by_one(instance):
-    frame, ways, blocks = instance
-    for counts in mixes(len(ways), blocks):
-        assert peak_of(frame, ways, counts) == alive(frame, ways, counts)
+    fixed_cost, options, blocks = instance
+    for counts in assignments(len(options), blocks):
+        assert peak_of(fixed_cost, options, counts) == alive(fixed_cost, options, counts)
 
 
 def test_126_blocks_of_gibibytes_are_solved_to_the_byte():
     rng = random.Random(405)
     for _ in range(4):
-        ways = tuple(
-            Way(
+        options = tuple(
+            BlockOption(
                 str(k),
                 rng.uniform(0.01, 0.03),
                 *(rng.randrange(2**29) for _ in range(2)),
@@ -193,9 +201,12 @@ def test_126_blocks_of_gibibytes_are_solved_to_the_byte():
             )
             for k in range(3)
         )
-        frame = Frame(0.1, rng.randrange(2**33), 5, 2**20, 7, rng.randrange(2**32), rng.randrange(2**30))
-        table = {counts: (seconds_of(frame, ways, counts), alive(frame, ways, counts)) for counts in mixes(3, 126)}
+        fixed_cost = FixedCost(0.1, rng.randrange(2**33), 5, 2**20, 7, rng.randrange(2**32), rng.randrange(2**30))
+        table = {
+            counts: (seconds_of(fixed_cost, options, counts), alive(fixed_cost, options, counts))
+            for counts in assignments(3, 126)
+        }
         peaks = sorted(peak for _, peak in table.values())
         for budget in (peaks[0], peaks[0] - 1, peaks[len(peaks) // 3], peaks[len(peaks) // 2] - 1):
-            check((frame, ways, 126), fastest(frame, ways, 126, budget), budget, table)
-        assert leanest(frame, ways, 126).peak == peaks[0]
+            check((fixed_cost, options, 126), fastest(fixed_cost, options, 126, budget), budget, table)
+        assert leanest(fixed_cost, options, 126).peak == peaks[0]

@@ -13,8 +13,8 @@ from planned import BLOCKS, SIZES, Here, cluster, problem
 from shardwright.planner.beside import improved
 from shardwright.planner.candidate import Candidate, priced_in
 from shardwright.planner.explore import candidates_of
-from shardwright.planner.floor import Floor, FloorOfPart, floors_of, joined
-from shardwright.planner.limits import Limits
+from shardwright.planner.floor import PartBound, RehearsedBound, joined, rehearsed_bounds_of
+from shardwright.planner.limits import FormulaBound
 from shardwright.planner.space import CHUNKED, GRIDS, MODES, Mode, Structure
 from shardwright.trace import Op
 from shardwright.trace.timeline import timeline
@@ -41,43 +41,48 @@ def test_a_variant_is_priced_as_it_is_rehearsed(name):
     path = tiny.config_path(**SIZES | {"num_hidden_layers": 14}) if name.startswith("two blocks") else None
     asked, structure = problem(cluster(), path=path), VARIANTS[name]
     mode = structure.modes[-1]
-    one = priced_in(asked, Candidate(structure, Limits(0.0, 0, 0, 0.0, 0.0)), [mode], Here())
-    assert one.mix is not None and one.lean is not None
-    plan = asked.plan(structure, one.blocks(one.mix))
+    one = priced_in(asked, Candidate(structure, FormulaBound(0.0, 0, 0, 0.0, 0.0)), [mode], Here())
+    assert one.assignment is not None and one.lean is not None
+    plan = asked.plan(structure, one.blocks(one.assignment))
     assert (plan.mesh, plan.in_flight, plan.bucket > 0) == (structure.mesh, structure.in_flight, structure.bins > 0)
     trace = sw.rehearse(asked.config, plan)
-    assert one.mix.peak == trace.peak_bytes
+    assert one.assignment.peak == trace.peak_bytes
     seconds = timeline(trace, asked.machine(structure), 2).seconds
-    assert one.mix.seconds == pytest.approx(seconds, rel=1e-9 if path is None else 1e-3)
+    assert one.assignment.seconds == pytest.approx(seconds, rel=1e-9 if path is None else 1e-3)
 
 
 def test_limits_with_floors_hold_for_variants():
     """Also where attention's floor and the MLP's are of two rehearsals, and where memory asks for recomputed blocks."""
     asked = problem(cluster(within=1e9, between=1e9))
     every = {each.structure: each for each in candidates_of(asked)}
-    floors = floors_of(asked, every, Here(), math.inf, lambda line: None)
+    rehearsed_bounds = rehearsed_bounds_of(asked, every, Here(), math.inf, lambda line: None)
     leanest = Mode("blocking", "shard")
     for name in ("attention flat", "MLP flat, all-reduce", "three in flight"):
         structure = VARIANTS[name]
-        floor = floors.get(structure.split) or joined(structure.split, floors)
-        assert floor is not None
+        rehearsed_bound = rehearsed_bounds.get(structure.split) or joined(structure.split, rehearsed_bounds)
+        assert rehearsed_bound is not None
         priced = priced_in(asked, every[structure], [leanest], Here())
         assert priced.lean is not None
         for budget in (asked.memory, priced.lean.peak):
-            mix, above = priced.within(budget), priced.limits.above(floor, structure.accumulation, budget)
-            assert mix is not None
-            assert every[structure].limits.seconds <= above.seconds <= mix.seconds
+            assignment, above = (
+                priced.within(budget),
+                priced.formula_bound.above(rehearsed_bound, structure.accumulation, budget),
+            )
+            assert assignment is not None
+            assert every[structure].formula_bound.seconds <= above.seconds <= assignment.seconds
 
 
 def test_memory_that_is_short_raises_the_limit():
     """Blocks whose saved bytes have no room are recomputed, and their forward counts again."""
-    limits = Limits(seconds=1.0, memory=100, inputs=40, beyond=0.5, recomputed=0.25)
-    part = Floor(0.0, 4, (FloorOfPart(0.6, 0.3, 20), FloorOfPart(0.4, 0.2, 10)))
-    roomy, tight = limits.above(part, 1, 180), limits.above(part, 1, 179)
+    formula_bound = FormulaBound(seconds=1.0, memory=100, inputs=40, beyond=0.5, recomputed=0.25)
+    part = RehearsedBound(0.0, 4, (PartBound(0.6, 0.3, 20), PartBound(0.4, 0.2, 10)))
+    roomy, tight = formula_bound.above(part, 1, 180), formula_bound.above(part, 1, 179)
     assert (roomy.seconds, tight.seconds) == (4.0, 4.5)  # four units save 4 · (30 − 10) bytes more than their inputs
     assert roomy.recomputed == tight.recomputed == 0.0
-    assert limits.above(part, 1, 0).seconds == 4.0 + 4 * 0.5
-    assert limits.above(part, 3, 100).seconds == 4.0  # of a third of the batch they save no more than their inputs
+    assert formula_bound.above(part, 1, 0).seconds == 4.0 + 4 * 0.5
+    assert (
+        formula_bound.above(part, 3, 100).seconds == 4.0
+    )  # of a third of the batch they save no more than their inputs
 
 
 def test_orders_that_lie_alike_are_one():
@@ -105,15 +110,15 @@ def test_what_a_floor_says_of_recomputing_is_what_it_adds(family, stream):
     path = tiny.write_config({"model_type": family, **FAMILIES[family]})
     asked = problem(cluster(), sequence=32, path=path)
     structure = Structure(1, 2, 2, 1, stream, "replicate", False, 1)
-    floor = floors_of(asked, [structure], Here(), math.inf, lambda line: None)[structure.split]
-    assert floor is not None
+    rehearsed_bound = rehearsed_bounds_of(asked, [structure], Here(), math.inf, lambda line: None)[structure.split]
+    assert rehearsed_bound is not None
     mode, machine, seconds = Mode("blocking", "shard"), asked.machine(structure), {}
     for word in ("none", "block"):
         plan = asked.plan(structure, [(mode, mode, word)] * asked.config.num_hidden_layers)
         ops = [event for event in sw.rehearse(asked.config, plan, steps=1).events if isinstance(event, Op)]
         seconds[word] = sum(machine.operator(op.name, op.shapes) for op in ops if op.phase != "step")
-    assert floor.units * floor.again == pytest.approx(seconds["block"] - seconds["none"], rel=1e-9)
-    assert 0.9 * seconds["none"] < floor.seconds <= seconds["none"]
+    assert rehearsed_bound.units * rehearsed_bound.again == pytest.approx(seconds["block"] - seconds["none"], rel=1e-9)
+    assert 0.9 * seconds["none"] < rehearsed_bound.seconds <= seconds["none"]
 
 
 def test_modes_in_chunks_are_priced_where_the_overlap_has_them():
@@ -130,8 +135,8 @@ def test_modes_in_chunks_are_priced_where_the_overlap_has_them():
 def test_beside_the_best_one_thing_is_changed_at_a_time():
     asked = problem(cluster())
     best = Structure(1, 2, 2, 1, "split", "parameters", False, 1)
-    others = [Candidate(each, Limits(0.0, 0, 0, 0.0, 0.0)) for each in best.variants(BLOCKS)]
-    first = priced_in(asked, Candidate(best, others[0].limits), [Mode("ring", "shard")], Here())
+    others = [Candidate(each, FormulaBound(0.0, 0, 0, 0.0, 0.0)) for each in best.variants(BLOCKS)]
+    first = priced_in(asked, Candidate(best, others[0].formula_bound), [Mode("ring", "shard")], Here())
     found = improved(asked, first, others, Here(), math.inf, lambda line: None)
     more = dataclasses.replace(best, in_flight=3)
     further = dataclasses.replace(more, bins=BLOCKS)
@@ -145,7 +150,7 @@ def test_beside_the_best_one_thing_is_changed_at_a_time():
     assert roomy == {best, bins}, "fewer in flight free memory, of which there is enough"
     assert first.lean is not None
     short = dataclasses.replace(asked, memory=first.lean.peak)
-    tight = priced_in(short, Candidate(best, others[0].limits), [Mode("ring", "shard")], Here())
+    tight = priced_in(short, Candidate(best, others[0].formula_bound), [Mode("ring", "shard")], Here())
     assert {each.structure for each in improved(short, tight, fewer, Here(), math.inf, print)} == {best, one, bins}
     same = next(each for each in found if each.structure == best)
     assert set(same.tried) == {Mode("ring", "shard"), Mode("ring", "shard", 2)} and same.seconds <= first.seconds

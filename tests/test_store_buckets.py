@@ -132,10 +132,10 @@ def awaited_at_deposits(cap):
         found.extend(depositing)
         advance(self)
 
-    advance = exchange.Scattering.advance
+    advance = exchange.ReduceScatterHandle.advance
     with (
         mock.patch.object(StoredParameter, "deposit", watched),
-        mock.patch.object(exchange.Scattering, "advance", waited),
+        mock.patch.object(exchange.ReduceScatterHandle, "advance", waited),
     ):
         run_normed("parameters", 6, 48, cap, 1)
     return len(found)
@@ -224,7 +224,7 @@ def aborted():
     """The largest error of gradients after a backward that an exception ended, with a bucket half full."""
     case = CASES["root kept"]
     rank = dist.get_rank()
-    model = sw.shard(nets.make(case), dense.mesh_of(data=2), units=case.units, bucket=CAP)
+    model = sw.shard(nets.make(case), dense.mesh_of(data=2), groups=case.groups, bucket=CAP)
     losses = nets.Losses(model, case)
     hook = model.blocks[0].register_full_backward_pre_hook(nets.fail)
     try:

@@ -18,7 +18,7 @@ from shardwright._plan import Plan
 from shardwright._rehearse import rehearse
 from shardwright.models import family_of
 from shardwright.planner import stretch
-from shardwright.planner.pace import cap_of, pace
+from shardwright.planner.pace import bucket_period, cap_of
 from shardwright.planner.repeat import Repeat, repeated
 from shardwright.planner.runs import runs
 from shardwright.planner.segments import NotPeriodic
@@ -195,8 +195,8 @@ def test_bins_come_round_after_the_blocks_that_fill_them(family, params, bins, e
     path, plan = case(family, 12, params=params, bins=bins)
     config = models.load_config(path)
     unit = [0, 1] if family == "gemma2" else [0]
-    assert pace(family_of(config), config, plan, 0, unit) == expected
-    assert pace(family_of(config), config, plan.evolve(bucket=plan.bucket + 512), 0, unit) is None
+    assert bucket_period(family_of(config), config, plan, 0, unit) == expected
+    assert bucket_period(family_of(config), config, plan.evolve(bucket=plan.bucket + 512), 0, unit) is None
 
 
 def test_a_cap_whose_bins_do_not_come_round_together_is_refused():

@@ -61,7 +61,7 @@ from shardwright.models.positions import check_positions
 from shardwright.params import ParameterStore
 from shardwright.params.buffers import fill_buffers
 from shardwright.params.initial import InDtype, Source, from_seed, from_values, retype
-from shardwright.params.lending import units_of
+from shardwright.params.lending import param_groups_of
 from shardwright.params.random import key_of
 from shardwright.params.retired import retire
 from shardwright.sharding import Sharding
@@ -126,7 +126,7 @@ def check_fits(model: Any, plan: Plan) -> dict[Site, GridLayout]:
     check_config(model.config)
     parameters = [name for name, _ in model.named_parameters()]
     if plan.fallback and not has_rule(model.config):
-        check_patterns("params", plan.params, dict.fromkeys(map(units_of(model), parameters)), "unit")
+        check_patterns("params", plan.params, dict.fromkeys(map(param_groups_of(model), parameters)), "unit")
         return {}
     family = family_of(model.config)
     layouts = resolve(family, model.config, plan)

@@ -1,14 +1,14 @@
-"""Sharding: how the parameters of one unit are stored over mesh axes, as data.
+"""Sharding: how the parameters of one parameter group are stored over mesh axes, as data.
 
-A unit is what is gathered, released and reduced together: a block of the model, as a rule. A level is a choice of two
-points of its schedule: when the gathered W is released, and when dW is reduced.
+A parameter group is what is gathered, released and reduced together: a block of the model, as a rule. A level is a
+choice of two points of its schedule: when the gathered W is released, and when dW is reduced.
 
-| level      | known as | W is released                       | dW is reduced when the unit's backward is over   |
+| level      | known as | W is released                       | dW is reduced when the group's backward is over   |
 |------------|----------|-------------------------------------|--------------------------------------------------|
 | replicate  | DDP      | never: every rank stores it whole   | once a step, all-reduced                         |
 | optimizer  | ZeRO-1   | never: gathered once a step         | once a step, reduce-scattered                    |
 | gradients  | ZeRO-2   | never: gathered once a step         | in each micro-batch, reduce-scattered            |
-| parameters | ZeRO-3   | after the unit's forward (not where | in each micro-batch, reduce-scattered            |
+| parameters | ZeRO-3   | after the group's forward (not where | in each micro-batch, reduce-scattered            |
 |            |          | ``keep``), and after its backward   |                                                  |
 
 Optimizer states follow the stored shard, so they are split at every level but ``replicate``.
@@ -26,13 +26,15 @@ LEVELS = ("replicate", "optimizer", "gradients", "parameters")
 ONCE_A_STEP = ("replicate", "optimizer")
 """Levels at which gradients of several micro-batches add up whole, to be reduced once a step."""
 FAIR_SHARE = 4
-"""Gradients travel before their unit is complete once they are a fourth of its bytes, and as much is still to come."""
+"""Gradients travel before their parameter group is complete once they are a fourth of its bytes, and as much is still
+to come.
+"""
 ELEMENT_TYPES = ("float32", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one unit's parameters are stored.
+    """How one parameter group's parameters are stored.
 
     level: one of LEVELS. axes: the mesh axes over which storage is split (one group over all of them); on other axes
     over which gradients are partial it is whole, and shards of gradients are all-reduced (hybrid sharding).

@@ -113,7 +113,7 @@ def _searched(
         figures = planning.found_json(found, points, knobs)
         figures["not_applied"] = [each.to_json() for each in unapplied]
         write_text(json_path, json.dumps(figures, indent=2) + "\n")
-    here = min(points, key=lambda point: (abs(point.seconds - found.mix.seconds), point.peak))
+    here = min(points, key=lambda point: (abs(point.seconds - found.assignment.seconds), point.peak))
     if picture is not None:
         write_text(picture, planning.curve_svg(points, found.problem.memory, here))
     for line in planning.headline(found):

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from shardwright import trace
 from shardwright._errors import InputError
 from shardwright.comm.arena import Arena
-from shardwright.comm.collectives import Reducing
+from shardwright.comm.collectives import AllReduceHandle
 from shardwright.comm.exchange import log, receive, scatter_from, send, tag_of
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.waits import await_work
@@ -222,7 +222,7 @@ class _AllReduce:
     def __init__(self, full: _Bin, group: AxisGroup, arena: Arena):
         self._bin, self._arena = full, arena
         self._lane = full.lanes[0]
-        self._reducing = Reducing(self._lane, group, MODULE, "async")
+        self._reducing = AllReduceHandle(self._lane, group, MODULE, "async")
 
     def advance(self) -> None:
         """Nothing to do: the library's all-reduce runs by itself."""

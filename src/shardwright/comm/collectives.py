@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright import trace
-from shardwright.comm.exchange import Gathering, Meeting, Scattering, log, part_of_one, places
+from shardwright.comm.exchange import AllGatherHandle, Meeting, ReduceScatterHandle, log, part_of_one, places
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.waits import await_work, naming
 
@@ -22,7 +22,7 @@ def all_gather(part: torch.Tensor, whole: torch.Tensor, group: AxisGroup, module
     if group.size == 1:
         whole.copy_(part)
         return
-    Gathering(part, whole, group, module, "blocking").finish()
+    AllGatherHandle(part, whole, group, module, "blocking").finish()
 
 
 def reduce_scatter(
@@ -35,10 +35,10 @@ def reduce_scatter(
     if group.size == 1:
         part.copy_(whole)
         return
-    Scattering(whole, part, group, module, "blocking", wide).finish()
+    ReduceScatterHandle(whole, part, group, module, "blocking", wide).finish()
 
 
-class Reducing:
+class AllReduceHandle:
     """tensor ← its sum over ranks, in place, under way; ``finish()`` waits. The tensor must be contiguous.
 
     overlaps: something is computed meanwhile, so that the host must not wait for others here; by default so unless the
@@ -96,7 +96,7 @@ def all_reduce(tensor: torch.Tensor, group: AxisGroup, module: str = "", wide: b
     wide: low-precision sums are taken in fp32 (a reduce-scatter and an all-gather, logged as the one all-reduce).
     """
     if group.size > 1:
-        Reducing(tensor, group, module, "blocking", wide).finish()
+        AllReduceHandle(tensor, group, module, "blocking", wide).finish()
 
 
 def _reduce_wide(tensor: torch.Tensor, group: AxisGroup, module: str) -> None:
@@ -104,8 +104,8 @@ def _reduce_wide(tensor: torch.Tensor, group: AxisGroup, module: str) -> None:
     mine = places(flat, group)[group.index]
     part = torch.empty_like(mine)
     with part_of_one(group):
-        Scattering(flat, part, group, module, "blocking", wide=True).finish()
-        Gathering(part, flat, group, module, "blocking").finish()
+        ReduceScatterHandle(flat, part, group, module, "blocking", wide=True).finish()
+        AllGatherHandle(part, flat, group, module, "blocking").finish()
 
 
 def _await_holders(storage: torch.UntypedStorage, holders: int) -> None:

@@ -164,7 +164,7 @@ def places(whole: torch.Tensor, group: AxisGroup) -> list[torch.Tensor]:
     return list(whole.split(group.lengths(whole.shape[0])))
 
 
-class Gathering:
+class AllGatherHandle:
     """whole[R] ← the parts of every rank, under way. The group has at least two ranks.
 
     ``wait(peer)`` returns when that rank's part is in its place; ``finish()`` when all are.
@@ -248,7 +248,7 @@ class Gathering:
             trace.waited("all_gather", self.group.axes, self.module)
 
 
-class Scattering:
+class ReduceScatterHandle:
     """part ← this rank's part of the sum over ranks of whole[R], under way. The group has at least two ranks.
 
     Sums run in ring order, whatever the mode: the share of the next rank, of the one after it, …, the own one last; in

@@ -12,7 +12,7 @@ import torch
 
 from shardwright import trace
 from shardwright.comm.arena import Arena
-from shardwright.comm.collectives import Reducing
+from shardwright.comm.collectives import AllReduceHandle
 from shardwright.comm.exchange import gather_into, part_of_one, places, receive, send, tag_of
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.together import Logged
@@ -21,7 +21,7 @@ from shardwright.comm.waits import await_work
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class GatheringPacked:
+class PackedAllGatherHandle:
     """whole_i[R_i] ← the parts of every rank, for each pair (part_i, whole_i), under way; ``finish()`` waits.
 
     The group has at least two ranks. Wholes are contiguous, and of one element type, in which the parts travel; the
@@ -131,7 +131,7 @@ def _unpack(slot: torch.Tensor, whole: torch.Tensor, group: AxisGroup) -> None:
         last.copy_(slot[full, : last.numel()])
 
 
-class ReducingPacked:
+class PackedAllReduceHandle:
     """tensor_i ← its sum over ranks, in place, for each tensor, under way; ``finish()`` waits.
 
     The group has at least two ranks. Tensors are of one element type. wide: sums in low precision are taken, and
@@ -158,7 +158,7 @@ class ReducingPacked:
         (logged or Logged()).join("all_reduce", group, self._buffer.nbytes, self._buffer.nbytes, module, mode)
         torch._foreach_copy_(self._parts(), self._tensors)
         with part_of_one(group):
-            self._reducing = Reducing(self._buffer, group, module, "blocking")
+            self._reducing = AllReduceHandle(self._buffer, group, module, "blocking")
 
     def _parts(self) -> list[torch.Tensor]:
         parts = self._buffer.split([tensor.numel() for tensor in self._tensors])
@@ -195,7 +195,7 @@ def _room(length: int, like: torch.Tensor, arena: Arena | None, module: str) -> 
     return arena.lease((length,), like.dtype, like.device, "gathered", f"{module} (packed)")
 
 
-def _give_back(handle: GatheringPacked | ReducingPacked, arena: Arena | None) -> None:
+def _give_back(handle: PackedAllGatherHandle | PackedAllReduceHandle, arena: Arena | None) -> None:
     if arena is not None:
         arena.end(handle._buffer)
     del handle._buffer

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright import trace
-from shardwright.comm.collectives import Reducing
-from shardwright.comm.exchange import Gathering, Scattering, log, part_of_one, sent_bytes
+from shardwright.comm.collectives import AllReduceHandle
+from shardwright.comm.exchange import AllGatherHandle, ReduceScatterHandle, log, part_of_one, sent_bytes
 from shardwright.comm.groups import AxisGroup
 
 _coalescing_manager: Any = dist.distributed_c10d._coalescing_manager
@@ -49,7 +49,7 @@ class _Together:
         (logged or Logged()).join(self.kind, group, whole_bytes, own_bytes, module, mode)
         self.group, self.module, self.mode = group, module, mode
         self._launch: dist.Work | None = None
-        self._each: Sequence[Gathering | Scattering | Reducing] = ()
+        self._each: Sequence[AllGatherHandle | ReduceScatterHandle | AllReduceHandle] = ()
 
     @contextmanager
     def _one_launch(self, alike: bool) -> Iterator[None]:
@@ -87,7 +87,7 @@ def _even(wholes: Iterable[torch.Tensor], group: AxisGroup) -> bool:
     return all(whole.shape[0] % group.size == 0 for whole in wholes)
 
 
-class GatheringTogether(_Together):
+class CoalescedAllGatherHandle(_Together):
     """whole_i[R_i] ← the parts of every rank, for each pair (part_i, whole_i)."""
 
     kind = "all_gather"
@@ -103,10 +103,10 @@ class GatheringTogether(_Together):
         whole_bytes = sum(whole.nbytes for _, whole in pairs)
         super().__init__(group, module, mode, whole_bytes, sum(part.nbytes for part, _ in pairs), logged)
         with self._one_launch(_even((whole for _, whole in pairs), group)):
-            self._each = [Gathering(part, whole, group, module, "blocking") for part, whole in pairs]
+            self._each = [AllGatherHandle(part, whole, group, module, "blocking") for part, whole in pairs]
 
 
-class ScatteringTogether(_Together):
+class CoalescedReduceScatterHandle(_Together):
     """part_i ← this rank's part of the sum over ranks of whole_i[R_i], for each pair (whole_i, part_i).
 
     A part wider than its whole is added up in the part's precision: the whole travels as it is.
@@ -127,17 +127,17 @@ class ScatteringTogether(_Together):
         own = sum(part.numel() * whole.element_size() for whole, part in pairs)
         super().__init__(group, module, mode, whole_bytes, own, logged)
         with self._one_launch(_even((whole for whole, _ in pairs), group)):
-            self._each = [Scattering(whole, part, group, module, "blocking", wide) for whole, part in pairs]
+            self._each = [ReduceScatterHandle(whole, part, group, module, "blocking", wide) for whole, part in pairs]
 
     def advance(self) -> None:
         """Takes in what is next to arrive where something is to follow in its place. Nothing else is waited for."""
         with trace.unlogged():
-            for handle in cast(Sequence[Scattering], self._each):
+            for handle in cast(Sequence[ReduceScatterHandle], self._each):
                 if handle.more:
                     handle.advance()
 
 
-class ReducingTogether(_Together):
+class CoalescedAllReduceHandle(_Together):
     """tensor_i ← its sum over ranks, in place, for each tensor. All must be contiguous."""
 
     kind = "all_reduce"
@@ -155,7 +155,7 @@ class ReducingTogether(_Together):
         super().__init__(group, module, mode, size, size, logged)
         with self._one_launch(not wide):
             overlaps = mode != "blocking"
-            self._each = [Reducing(tensor, group, module, "blocking", wide, overlaps) for tensor in tensors]
+            self._each = [AllReduceHandle(tensor, group, module, "blocking", wide, overlaps) for tensor in tensors]
 
     def advance(self) -> None:
         """Nothing to do: the library's all-reduce runs by itself."""

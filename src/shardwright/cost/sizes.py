@@ -267,8 +267,8 @@ class Sizes:
         alone = self.gather_x.size == 1 and self.reduce_dx.size == 1 and self.reduce_y.size == 1
         return self.defers and alone and self.layout.reduce_dtype == "same"
 
-    def strips_of(self, out: Out) -> list[tuple[int, int]]:
-        """Of the others: [start, stop) of the strips of features of Y_i."""
+    def feature_chunks_of(self, out: Out) -> list[tuple[int, int]]:
+        """Of the others: [start, stop) of the feature chunks of Y_i."""
         count = self.layout.chunks or 4
         bounds = [chunk(out.n, count, index) for index in range(count)]
         return [(start, stop) for start, stop in bounds if start < stop] or [(0, 0)]
@@ -303,11 +303,11 @@ class Sizes:
     def _largest(self) -> int:
         return chunk(max(self.tokens.part(self.rows, i) for i in range(self.tokens.size)), self.chunks, 0)[1]
 
-    def carousel(self, row: int) -> int:
+    def ring_all_gather(self, row: int) -> int:
         """Buffers for pieces of ``row`` bytes a row that come by: two, or one where only one ever comes."""
         return (2 if self.tokens.size * self.chunks > 2 else 1) * self._largest * row
 
-    def running_sum(self, group: Group, row: int) -> tuple[int, int]:
+    def ring_reduce_scatter(self, group: Group, row: int) -> tuple[int, int]:
         """Two buffers for sums that travel; and room for a share, where the result has none left (uneven parts)."""
         own = group.part(self.rows)
         fits = True

@@ -15,20 +15,20 @@ def transient_forward(p: Sizes) -> int:
     """W (Σb_i) beside X gathered (a, or a ring's pieces) beside Σc_i; then, W and X gone unless kept, each reduction.
 
     A row's deferred product has no c_i, but sums that travel. (The stand-ins of what is deferred own an element where
-    there is no X, in backward where there is no dY_i, to stand on.) Y in strips: _strips.
+    there is no X, in backward where there is no dY_i, to stand on.) Y in feature chunks: _feature_chunks.
     """
     stand_ins = len(p.outs) * p.element if p.defers and not p.x else 0
     if p.streams:
         most = spare = 0
         for out in p.outs:
-            two, after = p.running_sum(p.scatter_y, out.row)
+            two, after = p.ring_reduce_scatter(p.scatter_y, out.row)
             most = max(most, spare + two + after)  # the room of the sum before goes when this one has its own
             spare = after
         return most + p.whole_w + stand_ins
-    gathered = p.carousel(p.x_row) if p.travels else p.whole_x if p.gather_x.size > 1 else 0
+    gathered = p.ring_all_gather(p.x_row) if p.travels else p.whole_x if p.gather_x.size > 1 else 0
     if p.defers:
         reduced = max(p.reduce_scratch(p.own_y(out), p.reduce_y) for out in p.outs)
-        return p.whole_w + max(gathered + _strips(p), reduced) + stand_ins
+        return p.whole_w + max(gathered + _feature_chunks(p), reduced) + stand_ins
     left = sum(p.c(out) for out in p.outs) if p.scatter_y.size > 1 else 0
     most = p.whole_w + gathered + max(left, p.packed_x)
     kept = (gathered if p.keeps else 0) + (p.whole_w if p.keeps_w else 0)
@@ -41,19 +41,22 @@ def transient_forward(p: Sizes) -> int:
     return most
 
 
-def _strips(p: Sizes) -> int:
-    """The most of Y alive beside W and X: strips [T,w] formed or forming, and with the one that travels its landing.
+def _feature_chunks(p: Sizes) -> int:
+    """The most of Y alive beside W and X: feature chunks [T,w] formed or forming, and with the one that travels its
+    landing.
 
-    Where X is gathered every strip is begun with the first rows of X that are there: Σc_i; else two are alive.
+    Where X is gathered every feature chunk is begun with the first rows of X that are there: Σc_i; else two are alive.
     """
     row, own = p.rows * p.element, p.scatter_y.part(p.rows) * p.element  # of one feature
-    strips = [(stop - start, stop - start == out.n) for out in p.outs for start, stop in p.strips_of(out)]
+    feature_chunks = [
+        (stop - start, stop - start == out.n) for out in p.outs for start, stop in p.feature_chunks_of(out)
+    ]
     at_once = p.gather_x.size > 1
-    alive = sum(width * row for width, _ in strips) if at_once else 0
+    alive = sum(width * row for width, _ in feature_chunks) if at_once else 0
     most = before = landing = 0
-    for width, is_whole in strips:
+    for width, is_whole in feature_chunks:
         alive += 0 if at_once else width * row
-        most = max(most, alive + landing)  # the product of this strip, while the one before travels
+        most = max(most, alive + landing)  # the product of this feature chunk, while the one before travels
         landing = p.scatter_scratch(width * own, width * row, p.scatter_y) + (0 if is_whole else width * own)
         alive, before = alive - before, width * row
         most = max(most, alive + landing)
@@ -74,7 +77,7 @@ def transient_backward(p: Sizes, storing: Storing) -> int:
     last = kept + storing.most
     stand_ins = sum(p.element for out in p.outs if not p.own_y(out)) if p.defers else 0
     if p.streams:
-        dy = sum(p.carousel(out.row) if p.ring else p.c(out) for out in p.outs)
+        dy = sum(p.ring_all_gather(out.row) if p.ring else p.c(out) for out in p.outs)
         return max(dy + w + dw.summing, (0 if p.ring else dy) + dw.giving, last) + stand_ins
     dy, moments = 0, [last]
     for out in reversed(p.outs if p.scatter_y.size > 1 else ()):
@@ -82,11 +85,11 @@ def transient_backward(p: Sizes, storing: Storing) -> int:
         moments.append(kept + dy + w + p.packed_y(out))
     dx, scratch, reduced = 0, 0, p.reduce_scratch(p.x, p.reduce_dx) if p.needs_x else 0
     if p.needs_x and p.gather_x.size > 1:
-        dx = sum(p.running_sum(p.gather_x, p.x_row)) if p.ring_x else p.whole_x
+        dx = sum(p.ring_reduce_scatter(p.gather_x, p.x_row)) if p.ring_x else p.whole_x
         scratch = p.scatter_scratch(p.x, p.whole_x, p.gather_x) + p.packed_x
     x = 0
     if p.gather_x.size > 1 and p.trains_w:
-        x = p.carousel(p.x_row) if p.travels else p.whole_x
+        x = p.ring_all_gather(p.x_row) if p.travels else p.whole_x
     if p.ring_x:
         return max(*moments, dy + w + x + dx + dw.summing, kept + dy + dw.giving) + stand_ins
     packing = p.packed_x if x and not p.keeps else 0

@@ -66,7 +66,7 @@ def causal_attention(
     else:
         drop = cast(Callable[[torch.Tensor], torch.Tensor], module.score_dropout) if dropout else None
         visible = _visible(length, sliding_window if windowed else None, query.device)
-        mixed = _written_out(query, key, value, visible, scaling or query.shape[-1] ** -0.5, softcap, drop)
+        mixed = _eager_attention(query, key, value, visible, scaling or query.shape[-1] ** -0.5, softcap, drop)
     return mixed.transpose(1, 2), None
 
 
@@ -83,7 +83,7 @@ def _visible(length: int, window: int | None, device: torch.device) -> torch.Ten
     return seen if window is None else seen.triu_(1 - window)
 
 
-def _written_out(
+def _eager_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -7,7 +7,7 @@
 | the same, X whole        | dX · issue all-reduce dX · dW · wait                                                |
 | row, forward             | product of a piece beside the transfer of the one before (carousel.py)              |
 | row, backward            | issue all-gather dY · dX and dW of the own part · the others as they arrive         |
-| both, forward            | issue all-gather X · product of the own part · the rest in strips of features: one's |
+| both, forward            | issue all-gather X · product of the own part · the rest in feature chunks: one's |
 |                          | reduce-scatter beside the product of the next (strips.py)                           |
 | both, backward           | issue all-gathers dY and X · dX as dY arrives · the rest as column                  |
 
@@ -25,12 +25,12 @@ import dataclasses
 
 import torch
 
-from shardwright.comm import Gathering, Reducing, Scattering, all_reduce
+from shardwright.comm import AllGatherHandle, AllReduceHandle, ReduceScatterHandle, all_reduce
 from shardwright.linear import blocking, pieces
 from shardwright.linear.carousel import multiply_back, reduced_products
 from shardwright.linear.pieces import Piece
 from shardwright.linear.product import Product
-from shardwright.linear.strips import Strips
+from shardwright.linear.strips import FeatureChunks
 from shardwright.linear.work import Backward, Forward
 
 MODE = "async"
@@ -42,7 +42,7 @@ def forward(work: Forward) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     if product.gather_x.size == 1 or product.x_by_features:
         return blocking.forward(work)
     gathered = blocking.lease_x(product, work.x, work.rows, work.width)
-    arrivals = Gathering(work.x, gathered, product.gather_x, product.name, MODE)
+    arrivals = AllGatherHandle(work.x, gathered, product.gather_x, product.name, MODE)
     weights, biases = work.lease()
     outputs = [blocking.new_output(product, work.rows, work.x, weight) for weight in weights]
     for piece in cut(product, work.rows):
@@ -61,7 +61,7 @@ def backward(work: Backward) -> torch.Tensor | None:
     x, arrivals = work.held if work.held is not None else work.kept, None
     if work.kept is not None and work.gathers_again:
         x = blocking.lease_x(product, work.kept, work.rows, work.width)
-        arrivals = Gathering(work.kept, x, product.gather_x, product.name, MODE)
+        arrivals = AllGatherHandle(work.kept, x, product.gather_x, product.name, MODE)
     dx, unreduced = None, None
     if work.needs_x and work.present:
         dx = unreduced = input_gradient(work, arriving)
@@ -69,16 +69,16 @@ def backward(work: Backward) -> torch.Tensor | None:
     for gathering in (*arriving, arrivals):
         if gathering is not None:
             gathering.finish()
-    reduction: Scattering | Reducing | None = None
+    reduction: ReduceScatterHandle | AllReduceHandle | None = None
     if dx is not None and unreduced is not None and product.gather_x.size > 1:
         dx = blocking.new_part(product, unreduced)
-        reduction = Scattering(unreduced, dx, product.gather_x, product.name, MODE, product.wide)
+        reduction = ReduceScatterHandle(unreduced, dx, product.gather_x, product.name, MODE, product.wide)
     elif dx is not None and product.reduce_dx.size > 1:
-        reduction = Reducing(dx, product.reduce_dx, product.name, MODE, product.wide)
+        reduction = AllReduceHandle(dx, product.reduce_dx, product.name, MODE, product.wide)
     if work.into is not None:
         for piece in cut(product, blocking.rows_of_products(work)):
             work.into.add(blocking.rows_of(work.grads, piece), x[piece.rows] if x is not None else None)
-            if isinstance(reduction, Scattering):
+            if isinstance(reduction, ReduceScatterHandle):
                 reduction.advance()
     if reduction is not None and unreduced is not None and dx is not None:
         reduction.finish()
@@ -112,28 +112,28 @@ def reduced(work: Forward) -> list[torch.Tensor]:
     others = blocking.cut(product, work.rows)
     if product.gather_x.size > 1:
         x = blocking.lease_x(product, work.x, work.rows, work.width)
-        arrivals = Gathering(work.x, x, product.gather_x, product.name, MODE)
+        arrivals = AllGatherHandle(work.x, x, product.gather_x, product.name, MODE)
         others = cut(product, work.rows)
         if len(others) > 1:  # a single piece is of all ranks
             own = [piece for piece in others if piece.peer == product.gather_x.index]
             others = [piece for piece in others if piece.peer != product.gather_x.index]
-    y = Strips(work, MODE)
+    y = FeatureChunks(work, MODE)
     for piece in own:
-        for strip in y.strips:
-            y.multiply(strip, x[piece.rows], piece)
-    for strip in y.strips:
+        for feature_chunk in y.feature_chunks:
+            y.multiply(feature_chunk, x[piece.rows], piece)
+    for feature_chunk in y.feature_chunks:
         for piece in others:
             if arrivals is not None:
                 arrivals.wait(piece.peer)
-            y.multiply(strip, x[piece.rows], piece)
-        y.send(strip)
+            y.multiply(feature_chunk, x[piece.rows], piece)
+        y.send(feature_chunk)
     if arrivals is not None:
         arrivals.finish()
     blocking.settle_x(work, x)
     return y.finish()
 
 
-def gather_dy(work: Backward, mode: str) -> tuple[Backward, list[Gathering]]:
+def gather_dy(work: Backward, mode: str) -> tuple[Backward, list[AllGatherHandle]]:
     """The same with dY_i whole, leased, and how they arrive; as it is where dY_i came whole."""
     product = work.product
     if not product.defers:
@@ -145,12 +145,12 @@ def gather_dy(work: Backward, mode: str) -> tuple[Backward, list[Gathering]]:
         if grad is not None:
             shape, owner = (work.rows, grad.shape[1]), f"{product.name} (dY)"
             whole = product.runtime.arena.lease(shape, grad.dtype, grad.device, "gathered", owner)
-            arriving.append(Gathering(grad, whole, product.scatter_y, product.name, mode))
+            arriving.append(AllGatherHandle(grad, whole, product.scatter_y, product.name, mode))
         wholes.append(whole)
     return dataclasses.replace(work, grads=wholes), arriving
 
 
-def input_gradient(work: Backward, arriving: list[Gathering]) -> torch.Tensor:
+def input_gradient(work: Backward, arriving: list[AllGatherHandle]) -> torch.Tensor:
     """dX [T,K'] of this rank's part of N, as dY arrives."""
     if not arriving:
         return blocking.input_gradient(work)

@@ -20,7 +20,7 @@ from shardwright.linear.product import Product
 from shardwright.linear.work import Backward, Forward
 
 
-class Carousel:
+class RingAllGather:
     """Every rank's pieces come by, the own one first, then those of the ranks before (pieces.cut_tokens's order).
 
     ``take()`` gives the rows whose turn it is, already on their way to the next rank; ``pass_on()`` ends the turn when
@@ -70,7 +70,7 @@ class Carousel:
             self._arena.end(buffer)
 
 
-class RunningSum:
+class RingReduceScatter:
     """part ← this rank's part of a sum over ranks, whose pieces travel while shares are formed.
 
     The sum of rank q's piece starts at q + 1, gains a share at each rank, and ends at q. ``share(piece, out)`` writes
@@ -173,7 +173,7 @@ def reduced_products(work: Forward, chunks: int, mode: str) -> list[torch.Tensor
         def share(piece: Piece, out: torch.Tensor, weight: torch.Tensor = weight) -> None:
             torch.mm(x[piece.rows], weight.t(), out=out)
 
-        total = RunningSum(y, work.rows, product, product.scatter_y, chunks, mode, "Y", share)
+        total = RingReduceScatter(y, work.rows, product, product.scatter_y, chunks, mode, "Y", share)
         for _ in total.turns:
             total.step()
         total.end()

@@ -48,9 +48,9 @@ def whole(rows: int) -> list[Piece]:
     return [Piece(0, 0, rows)]
 
 
-def cut_features(width: int, strips: int) -> list[slice]:
-    """``width`` features in that many strips; empty ones left out, but there is one at least."""
-    bounds = [chunk(width, strips, index) for index in range(strips)]
+def cut_features(width: int, feature_chunks: int) -> list[slice]:
+    """``width`` features in that many feature chunks; empty ones left out, but there is one at least."""
+    bounds = [chunk(width, feature_chunks, index) for index in range(feature_chunks)]
     return [slice(start, stop) for start, stop in bounds if start < stop] or [slice(0, width)]
 
 
@@ -60,14 +60,14 @@ def multiply(
     biases: Sequence[torch.Tensor | None],
     outputs: Sequence[torch.Tensor],
     rows: slice,
-    strips: int = 1,
+    feature_chunks: int = 1,
 ) -> None:
-    """Y_i[rows] = x W_iᵀ (+ b_i), x [r,K'] being those rows of X; partial sums in that many strips of features."""
+    """Y_i[rows] = x W_iᵀ (+ b_i), x [r,K'] being those rows of X; partial sums in that many feature chunks."""
     for weight, bias, y in zip(weights, biases, outputs, strict=True):
         if bias is not None:
             torch.addmm(bias, x, weight.t(), out=y[rows])
             continue
-        for columns in cut_features(weight.shape[0], strips):
+        for columns in cut_features(weight.shape[0], feature_chunks):
             torch.mm(x, weight[columns].t(), out=y[rows, columns])
 
 

@@ -13,7 +13,7 @@ from shardwright._errors import InputError
 from shardwright.comm import AxisGroup, Reduction, Runtime
 from shardwright.layout import GridLayout
 
-STRIPS = 4
+FEATURE_CHUNKS = 4
 """Where the layout states no chunks: a quarter of the reduction of Y is not hidden."""
 
 
@@ -30,7 +30,8 @@ class Product:
     tokens_group: the ranks among which tokens are cut into pieces.
     defers: the product is formed by the node that reduces Y, piece by piece.
     streams: of those that defer, a row site: sums of Y, and dY, go around with pieces of tokens (carousel.py).
-    strips: of the others, into how many strips of features Y_i is cut, each scattered beside the product of the next
+    feature_chunks: of the others, into how many feature chunks Y_i is cut, each scattered beside the product of the
+    next
         one (strips.py); else 1.
     wide: low-precision partial sums are added in fp32.
     """
@@ -49,7 +50,7 @@ class Product:
     tokens_group: AxisGroup
     defers: bool
     streams: bool
-    strips: int
+    feature_chunks: int
     wide: bool
 
     @classmethod
@@ -69,7 +70,9 @@ class Product:
         late = scatters and not keeps and not x_by_features  # all can be left to the second node
         defers = late and layout.overlap != "blocking"
         streams = alone and not wide
-        strips = layout.chunks or (STRIPS if defers else 1)  # blocking cuts alike where chunks are stated
+        feature_chunks = layout.chunks or (
+            FEATURE_CHUNKS if defers else 1
+        )  # blocking cuts alike where chunks are stated
         return cls(
             name=name,
             layout=layout,
@@ -85,7 +88,7 @@ class Product:
             tokens_group=gather_x if gathers else scatter_y if scatters else runtime.group(()),
             defers=defers,
             streams=defers and streams,
-            strips=strips if late and not streams else 1,
+            feature_chunks=feature_chunks if late and not streams else 1,
             wide=wide,
         )
 

@@ -9,8 +9,8 @@ Same signature as blocking.py. Transients, in pieces of 1/(n·chunks) of the ope
 | row    | forward  | Y being summed            | 2 of Y            |
 | row    | backward | dY                        | 2 of dY           |
 
-A site that does both (gathers X and scatters Y) moves X and dX so; Y and dY travel as in async: a strip of Y's features
-beside what is left of the product of the last piece of X, dY beside the first products that read it.
+A site that does both (gathers X and scatters Y) moves X and dX so; Y and dY travel as in async: a feature chunk of Y's
+features beside what is left of the product of the last piece of X, dY beside the first products that read it.
 
 Where X is kept gathered it is gathered as async does it; where X is whole on the n axes nothing can travel but dX,
 which is all-reduced as async does it.
@@ -22,10 +22,10 @@ import torch
 
 from shardwright.comm import all_reduce
 from shardwright.linear import asynchronous, blocking, pieces
-from shardwright.linear.carousel import Carousel, RunningSum, multiply_back, reduced_products
+from shardwright.linear.carousel import RingAllGather, RingReduceScatter, multiply_back, reduced_products
 from shardwright.linear.pieces import Piece
 from shardwright.linear.product import Product
-from shardwright.linear.strips import Strips
+from shardwright.linear.strips import FeatureChunks
 from shardwright.linear.work import Backward, Forward
 
 MODE = "ring"
@@ -41,13 +41,13 @@ def forward(work: Forward) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     product = work.product
     if product.gather_x.size == 1 or product.x_by_features or (work.keep and product.keep_gathered):
         return asynchronous.forward(work)
-    carousel = Carousel(work.x, work.rows, product, product.gather_x, chunks_of(product), MODE, "X")
+    ring_all_gather = RingAllGather(work.x, work.rows, product, product.gather_x, chunks_of(product), MODE, "X")
     weights, biases = work.lease()
     outputs = [blocking.new_output(product, work.rows, work.x, weight) for weight in weights]
-    for piece in carousel.turns:
-        pieces.multiply(carousel.take(), weights, biases, outputs, piece.rows)
-        carousel.pass_on()
-    carousel.end()
+    for piece in ring_all_gather.turns:
+        pieces.multiply(ring_all_gather.take(), weights, biases, outputs, piece.rows)
+        ring_all_gather.pass_on()
+    ring_all_gather.end()
     return outputs, work.x if work.keep else None
 
 
@@ -58,7 +58,7 @@ def backward(work: Backward) -> torch.Tensor | None:
         return asynchronous.backward(work)
     group, chunks = product.gather_x, chunks_of(product)
     work, arriving = asynchronous.gather_dy(work, MODE)
-    dx, total, carousel = None, None, None
+    dx, total, ring_all_gather = None, None, None
 
     def rows_of(piece: Piece) -> list[torch.Tensor | None]:
         for arrival in arriving:
@@ -73,19 +73,25 @@ def backward(work: Backward) -> torch.Tensor | None:
         def share(piece: Piece, out: torch.Tensor) -> None:
             pieces.input_gradient(rows_of(piece), weights, out)
 
-        total = RunningSum(dx, work.rows, product, group, chunks, MODE, "dX", share)
+        total = RingReduceScatter(dx, work.rows, product, group, chunks, MODE, "dX", share)
     if work.kept is not None and not product.keep_gathered:
-        carousel = Carousel(work.kept, work.rows, product, group, chunks, MODE, "X")
+        ring_all_gather = RingAllGather(work.kept, work.rows, product, group, chunks, MODE, "X")
     for piece in pieces.cut_tokens(work.rows, group, chunks):
-        taken = carousel.take() if carousel is not None else None if work.kept is None else work.kept[piece.rows]
+        taken = (
+            ring_all_gather.take()
+            if ring_all_gather is not None
+            else None
+            if work.kept is None
+            else work.kept[piece.rows]
+        )
         if work.into is not None:
             work.into.add(rows_of(piece), taken)
         if total is not None:
             total.step()
-        if carousel is not None:
-            carousel.pass_on()
+        if ring_all_gather is not None:
+            ring_all_gather.pass_on()
     work.release()
-    for travelling in (total, carousel):
+    for travelling in (total, ring_all_gather):
         if travelling is not None:
             travelling.end()
     for arrival in arriving:
@@ -106,41 +112,43 @@ def reduced(work: Forward) -> list[torch.Tensor]:
         return reduced_products(work, chunks_of(product), MODE)
     if product.gather_x.size == 1:
         return asynchronous.reduced(work)
-    carousel = Carousel(work.x, work.rows, product, product.gather_x, chunks_of(product), MODE, "X")
-    y = Strips(work, MODE)
-    *early, last = carousel.turns
+    ring_all_gather = RingAllGather(work.x, work.rows, product, product.gather_x, chunks_of(product), MODE, "X")
+    y = FeatureChunks(work, MODE)
+    *early, last = ring_all_gather.turns
     for piece in early:
-        x = carousel.take()
-        for strip in y.strips:
-            y.multiply(strip, x, piece)
-        carousel.pass_on()
-    x = carousel.take()
-    for strip in y.strips:
-        y.multiply(strip, x, last)
-        y.send(strip)
-    carousel.pass_on()
-    carousel.end()
+        x = ring_all_gather.take()
+        for feature_chunk in y.feature_chunks:
+            y.multiply(feature_chunk, x, piece)
+        ring_all_gather.pass_on()
+    x = ring_all_gather.take()
+    for feature_chunk in y.feature_chunks:
+        y.multiply(feature_chunk, x, last)
+        y.send(feature_chunk)
+    ring_all_gather.pass_on()
+    ring_all_gather.end()
     return y.finish()
 
 
 def gathered_backward(work: Backward) -> torch.Tensor | None:
     """dX [T,K'] and dW of a row site from this rank's rows dY_i [T/n,N_i], which travel around."""
     product = work.product
-    carousels = [
-        None if grad is None else Carousel(grad, work.rows, product, product.scatter_y, chunks_of(product), MODE, "dY")
+    ring_all_gathers = [
+        None
+        if grad is None
+        else RingAllGather(grad, work.rows, product, product.scatter_y, chunks_of(product), MODE, "dY")
         for grad in work.grads
     ]
     weights, dx = asynchronous.weights_and_room(work)
     for piece in pieces.cut_tokens(work.rows, product.scatter_y, chunks_of(product)):
-        taken = [None if carousel is None else carousel.take() for carousel in carousels]
+        taken = [None if ring_all_gather is None else ring_all_gather.take() for ring_all_gather in ring_all_gathers]
         multiply_back(taken, work, piece, weights, dx)
-        for carousel in carousels:
-            if carousel is not None:
-                carousel.pass_on()
+        for ring_all_gather in ring_all_gathers:
+            if ring_all_gather is not None:
+                ring_all_gather.pass_on()
     work.release()
-    for carousel in carousels:
-        if carousel is not None:
-            carousel.end()
+    for ring_all_gather in ring_all_gathers:
+        if ring_all_gather is not None:
+            ring_all_gather.end()
     if work.into is not None:
         work.into.finish()
     return dx

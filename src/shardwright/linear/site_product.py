@@ -231,10 +231,10 @@ class SiteProduct:
         if not self.product.gathers_w:
             return
         over = {use for pair in uses for use in pair}
-        for unit in dict.fromkeys(stored.unit for stored in self.weights):
-            wanted = unit.sharding.keep and not set(unit.uses) <= over
-            if unit.gathered and not unit.open and not unit.sharding.resident and not wanted:
-                unit.release()
+        for param_group in dict.fromkeys(stored.param_group for stored in self.weights):
+            wanted = param_group.sharding.keep and not set(param_group.uses) <= over
+            if param_group.gathered and not param_group.open and not param_group.sharding.resident and not wanted:
+                param_group.release()
 
     @property
     def width(self) -> int:

@@ -1,13 +1,13 @@
-"""Y in strips of features: each is reduce-scattered over k while the product of the next one is formed.
+"""Y in feature chunks: each is reduce-scattered over k while the product of the next one is formed.
 
-| a strip: w of the features of Y_i | alive                       | until                    |
+| a feature chunk: w of the features of Y_i | alive                       | until                    |
 |-----------------------------------|-----------------------------|--------------------------|
 | formed, by pieces of tokens       | [T,w], leased               | all its tokens are there |
 | on its way                        | [T,w] and its landing [S,w] | the next one is formed   |
 | landed                            | columns of Y_i [S,N'_i]     |                          |
 
-A strip that is all of Y_i lands in Y_i itself. All strips of a linear are one logical reduce-scatter of the trace. Sums
-run in blocking's order over the ranks.
+A feature chunk that is all of Y_i lands in Y_i itself. All feature chunks of a linear are one logical reduce-scatter of
+the trace. Sums run in blocking's order over the ranks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from shardwright.comm import all_reduce
 from shardwright.comm.reduction import lease_partial
-from shardwright.comm.together import Logged, ScatteringTogether
+from shardwright.comm.together import CoalescedReduceScatterHandle, Logged
 from shardwright.linear.pieces import Piece, cut_features
 from shardwright.linear.work import Forward
 
 
 @dataclass(eq=False)
-class Strip:
+class FeatureChunk:
     """Features ``columns`` of Y_index; whole: [T,w], from its first rows until it lands."""
 
     index: int
@@ -32,8 +32,10 @@ class Strip:
     whole: torch.Tensor | None = None
 
 
-class Strips:
-    """Y_i [S,N'_i] of one forward, reduced over the k axes. ``send`` each strip when it is formed; then ``finish``."""
+class FeatureChunks:
+    """Y_i [S,N'_i] of one forward, reduced over the k axes. ``send`` each feature chunk when it is formed; then
+    ``finish``.
+    """
 
     def __init__(self, work: Forward, mode: str):
         self.product, self.mode, self._rows = work.product, mode, work.rows
@@ -41,45 +43,47 @@ class Strips:
         start, stop = self.product.scatter_y.bounds(work.rows)
         self._outputs = [work.x.new_empty(stop - start, weight.shape[0]) for weight in self._weights]
         self._logged = [Logged() for _ in self._weights]
-        self.strips = [
-            Strip(index, columns)
+        self.feature_chunks = [
+            FeatureChunk(index, columns)
             for index, weight in enumerate(self._weights)
-            for columns in cut_features(weight.shape[0], self.product.strips)
+            for columns in cut_features(weight.shape[0], self.product.feature_chunks)
         ]
-        self._travelling: tuple[ScatteringTogether, Strip, torch.Tensor] | None = None
+        self._travelling: tuple[CoalescedReduceScatterHandle, FeatureChunk, torch.Tensor] | None = None
 
-    def multiply(self, strip: Strip, x: torch.Tensor, piece: Piece) -> None:
-        """The strip's rows of ``piece``, of those rows x [r,K'] of X."""
-        weight = self._weights[strip.index][strip.columns]
-        if strip.whole is None:
+    def multiply(self, feature_chunk: FeatureChunk, x: torch.Tensor, piece: Piece) -> None:
+        """The feature chunk's rows of ``piece``, of those rows x [r,K'] of X."""
+        weight = self._weights[feature_chunk.index][feature_chunk.columns]
+        if feature_chunk.whole is None:
             shape, owner = (self._rows, weight.shape[0]), f"{self.product.name} (Y)"
-            strip.whole = lease_partial(self.product.runtime, shape, x, owner, False)
-        torch.mm(x, weight.t(), out=strip.whole[piece.rows])
+            feature_chunk.whole = lease_partial(self.product.runtime, shape, x, owner, False)
+        torch.mm(x, weight.t(), out=feature_chunk.whole[piece.rows])
 
-    def send(self, strip: Strip) -> None:
-        """The strip is formed: the one before it lands, and its own reduction begins."""
+    def send(self, feature_chunk: FeatureChunk) -> None:
+        """The feature chunk is formed: the one before it lands, and its own reduction begins."""
         self._land()
-        product, whole, y = self.product, strip.whole, self._outputs[strip.index]
+        product, whole, y = self.product, feature_chunk.whole, self._outputs[feature_chunk.index]
         assert whole is not None
         part = y if whole.shape[1] == y.shape[1] else y.new_empty(y.shape[0], whole.shape[1])
-        logged = self._logged[strip.index]
-        handle = ScatteringTogether([(whole, part)], product.scatter_y, product.name, self.mode, product.wide, logged)
-        self._travelling = handle, strip, part
+        logged = self._logged[feature_chunk.index]
+        handle = CoalescedReduceScatterHandle(
+            [(whole, part)], product.scatter_y, product.name, self.mode, product.wide, logged
+        )
+        self._travelling = handle, feature_chunk, part
 
     def _land(self) -> None:
         if self._travelling is None:
             return
-        (handle, strip, part), self._travelling = self._travelling, None
+        (handle, feature_chunk, part), self._travelling = self._travelling, None
         handle.finish()
-        if strip.whole is not None:
-            self.product.runtime.arena.end(strip.whole)
-        strip.whole = None
-        y = self._outputs[strip.index]
+        if feature_chunk.whole is not None:
+            self.product.runtime.arena.end(feature_chunk.whole)
+        feature_chunk.whole = None
+        y = self._outputs[feature_chunk.index]
         if part is not y:
-            y[:, strip.columns].copy_(part)
+            y[:, feature_chunk.columns].copy_(part)
 
     def finish(self) -> list[torch.Tensor]:
-        """Every Y_i, when the last strip has landed; all-reduced where some of the k axes leave Y whole."""
+        """Every Y_i, when the last feature chunk has landed; all-reduced where some of the k axes leave Y whole."""
         self._land()
         for y in self._outputs:
             all_reduce(y, self.product.reduce_y, self.product.name, self.product.wide)

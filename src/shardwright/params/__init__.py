@@ -5,16 +5,16 @@ from shardwright.params.reductions import Reductions
 from shardwright.params.schedule import InFlightError, Schedule
 from shardwright.params.store import ParameterStore
 from shardwright.params.stored import StoredParameter
-from shardwright.params.unit import Unit, Use
+from shardwright.params.unit import ParameterGroup, Use
 
 __all__ = [
     "Cut",
     "InFlightError",
+    "ParameterGroup",
     "ParameterStore",
     "Reductions",
     "Schedule",
     "StoredParameter",
-    "Unit",
     "Use",
     "cut",
     "cut_of",

@@ -23,14 +23,14 @@ from shardwright.sharding import FAIR_SHARE
 
 if TYPE_CHECKING:
     from shardwright.params.stored import StoredParameter
-    from shardwright.params.unit import Unit
+    from shardwright.params.unit import ParameterGroup
 
 
 @dataclass(frozen=True)
 class Launch:
     """Members of one parameter group whose gradients are reduced together. last: of that group in this backward."""
 
-    unit: Unit
+    param_group: ParameterGroup
     members: tuple[StoredParameter, ...]
     last: bool
 
@@ -40,7 +40,7 @@ class Launches:
 
     def __init__(self, order: Sequence[StoredParameter]):
         self._waiting = deque(_in_launches(order))
-        self._over: set[Unit] = set()
+        self._over: set[ParameterGroup] = set()
         self.arrived: dict[StoredParameter, None] = {}
         self.issued = 0
 
@@ -48,13 +48,13 @@ class Launches:
         """The gradient of ``stored`` is whole, as far as is known."""
         self.arrived.setdefault(stored)
 
-    def close(self, unit: Unit) -> None:
-        """The backward of ``unit`` is over."""
-        self._over.add(unit)
+    def close(self, param_group: ParameterGroup) -> None:
+        """The backward of ``param_group`` is over."""
+        self._over.add(param_group)
 
     def close_all(self) -> None:
         """Backward is over: nothing more is waited for."""
-        self._over.update(launch.unit for launch in self._waiting)
+        self._over.update(launch.param_group for launch in self._waiting)
 
     def expects(self, stored: StoredParameter) -> bool:
         """Whether a launch that is still to come reduces its gradient."""
@@ -66,7 +66,7 @@ class Launches:
             return None
         first = self._waiting[0]
         there = not first.last and all(stored in self.arrived for stored in first.members)
-        if not (there or first.unit in self._over or self.issued < least):
+        if not (there or first.param_group in self._over or self.issued < least):
             return None
         self.issued += 1
         return self._waiting.popleft()
@@ -74,22 +74,26 @@ class Launches:
 
 def _in_launches(order: Sequence[StoredParameter]) -> list[Launch]:
     """A group's gradients go in up to three launches: as soon as a fair share is ready and as much is still to come."""
-    left: dict[Unit, int] = {}
+    left: dict[ParameterGroup, int] = {}
     for stored in order:
-        left[stored.unit] = left.get(stored.unit, 0) + stored.whole_bytes
-    numbers = {unit: sum(stored.unit is unit for stored in order) for unit in left}
-    ready: dict[Unit, list[StoredParameter]] = {unit: [] for unit in left}
+        left[stored.param_group] = left.get(stored.param_group, 0) + stored.whole_bytes
+    numbers = {param_group: sum(stored.param_group is param_group for stored in order) for param_group in left}
+    ready: dict[ParameterGroup, list[StoredParameter]] = {param_group: [] for param_group in left}
     found: list[Launch] = []
     for stored in order:
-        unit = stored.unit
-        ready[unit].append(stored)
-        left[unit] -= stored.whole_bytes
-        numbers[unit] -= 1
-        share = FAIR_SHARE * sum(other.whole_bytes for other in ready[unit])
-        fair = share >= unit.trained_bytes and FAIR_SHARE * left[unit] >= unit.trained_bytes
-        if not numbers[unit]:  # all are there when it is issued: in the order in which the unit holds them
-            found.append(Launch(unit, tuple(sorted(ready[unit], key=unit.members.index)), last=True))
+        param_group = stored.param_group
+        ready[param_group].append(stored)
+        left[param_group] -= stored.whole_bytes
+        numbers[param_group] -= 1
+        share = FAIR_SHARE * sum(other.whole_bytes for other in ready[param_group])
+        fair = share >= param_group.trained_bytes and FAIR_SHARE * left[param_group] >= param_group.trained_bytes
+        if not numbers[
+            param_group
+        ]:  # all are there when it is issued: in the order in which the parameter group holds them
+            found.append(
+                Launch(param_group, tuple(sorted(ready[param_group], key=param_group.members.index)), last=True)
+            )
         elif fair:
-            found.append(Launch(unit, tuple(ready[unit]), last=False))
-            ready[unit] = []
+            found.append(Launch(param_group, tuple(ready[param_group]), last=False))
+            ready[param_group] = []
     return found

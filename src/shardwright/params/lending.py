@@ -44,7 +44,7 @@ def shard(
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     bucket: str | int = 0,
-    units: Sequence[str] | None = None,
+    groups: Sequence[str] | None = None,
     reduce: str = "sum",
     unused: str = "error",
     checks: bool = True,
@@ -54,25 +54,27 @@ def shard(
 
     mesh_axes: the mesh (or submesh) over whose axes the data are split. level: one word of ``replicate``,
     ``optimizer``, ``gradients``, ``parameters`` for all axes, or {axis: word} (hybrid: {"replica": "replicate",
-    "shard": "parameters"}). keep: W stays gathered from forward to backward. in_flight: units gathered at once.
-    dtype: element type in which the module computes (by default the parameters'); gradients travel in it, and are
+    "shard": "parameters"}). keep: W stays gathered from forward to backward. in_flight: parameter groups gathered at
+    once. dtype: element type in which the module computes (by default the parameters'); gradients travel in it, and are
     added up in reduce_dtype (by default the parameters'). bucket: bytes, or a size such as "25MiB", of the buffer in
-    which small gradients travel together; 0 is none. units: patterns of names of the modules that are gathered as
-    one; by default every block (a member of an nn.ModuleList or nn.Sequential), and each other module with parameters
-    of its own. The pattern "" makes one unit, kept while the root's forward runs, of what no other unit holds.
-    reduce: gradients are the ``sum`` of the ranks' gradients, or their ``mean``, as FSDP2's and DDP's are.
-    unused: where ranks use different parameters in one backward, ``error`` raises DivergenceError, which names one and
-    the ranks; ``zeros`` is exact: what a rank does not use has a gradient of zero there (at level ``parameters`` every
-    rank must call the same groups). checks: ranks agree, by a message of 32 bytes, before each gather and at both ends
-    of a backward, so that a difference is an error and no wrong result; False trusts that all ranks run alike. source:
-    where shards get their values, by default from the module (equal on every rank).
+    which small gradients travel together; 0 is none. param_groups: patterns of names of the modules that are gathered
+    as one; by default every block (a member of an nn.ModuleList or nn.Sequential), and each other module with
+    parameters of its own. The pattern "" makes one parameter group, kept while the root's forward runs, of what no
+    other parameter group holds. reduce: gradients are the ``sum`` of the ranks' gradients, or their ``mean``, as
+    FSDP2's and DDP's are. unused: where ranks use different parameters in one backward, ``error`` raises
+    DivergenceError, which names one and the ranks; ``zeros`` is exact: what a rank does not use has a gradient of zero
+    there (at level ``parameters`` every rank must call the same groups). checks: ranks agree, by a message of 32 bytes,
+    before each gather and at both ends of a backward, so that a difference is an error and no wrong result; False
+    trusts that all ranks run alike. source: where shards get their values, by default from the module (equal on every
+    rank).
 
     Parameters become DTensors, and so do their gradients, which are complete when backward returns. They are sums over
     ranks unless told: then a loss is to be divided by what it is a mean over, on all ranks together.
     Make the optimizer afterwards. Linears that lie on a grid already are stored over the axes beside the grid's.
 
     Hooks on parameters are called with the reduced gradient. A weight that is read outside of its module's call gets no
-    gradient: backward refuses it. Raises InputError where an axis or a level is unknown, or units match nothing.
+    gradient: backward refuses it. Raises InputError where an axis or a level is unknown, or parameter groups match
+    nothing.
     """
     for name, word, allowed in (("reduce", reduce, REDUCE), ("unused", unused, UNUSED)):
         if word not in allowed:
@@ -82,7 +84,7 @@ def shard(
     sharding = _sharding(mesh_axes, level, keep, dtype, reduce_dtype, parse_bytes(bucket, "bucket"))
     axes = mesh_axes.mesh_dim_names or ()
     zeros = unused == "zeros"
-    lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, in_flight, units, source, zeros, checks)
+    lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, in_flight, groups, source, zeros, checks)
     if reduce == "mean":
         _schedule(module).reductions.divisor = mesh_axes.size()
     return module
@@ -117,14 +119,16 @@ def lend(
     axes: tuple[str, ...],
     sharding_of: Callable[[str], Sharding],
     in_flight: int = 2,
-    units: Sequence[str] | None = None,
+    groups: Sequence[str] | None = None,
     source: Source = from_values,
     unused_are_zeros: bool = False,
     checks: bool = True,
 ) -> nn.Module:
-    """As ``shard``, each unit as ``sharding_of`` its name says. axes: those of ``mesh`` over which data are split."""
-    names = _unit_names(module, units)
-    store = ParameterStore(mesh, sharding_of, _unit_finder(names), in_flight, unused_are_zeros)
+    """As ``shard``, each parameter group as ``sharding_of`` its name says. axes: those of ``mesh`` over which data are
+    split.
+    """
+    names = _param_group_names(module, groups)
+    store = ParameterStore(mesh, sharding_of, _param_group_finder(names), in_flight, unused_are_zeros)
     places = _place_all(module, store, axes, source, names)
     if checks:
         store.let_ranks_agree()
@@ -132,8 +136,8 @@ def lend(
     module.register_forward_pre_hook(root.begin)  # before the hooks of its group
     saved = SavedWeights()
     for name, inner in module.named_modules():
-        unit = _innermost(names, name)
-        below = [place for place in places if _holds(name, place.holder) and place.unit == unit]
+        param_group = _innermost(names, name)
+        below = [place for place in places if _holds(name, place.holder) and place.param_group == param_group]
         if below:
             UnshardHooks(inner, store.schedule, saved, below)
     module.register_forward_hook(root.end, always_call=True)  # after them
@@ -151,16 +155,16 @@ def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def units_of(module: nn.Module) -> Callable[[str], str]:
-    """Qualified parameter name → name of the unit that ``lend`` would put it in."""
-    return _unit_finder(_unit_names(module, None))
+def param_groups_of(module: nn.Module) -> Callable[[str], str]:
+    """Qualified parameter name → name of the parameter group that ``lend`` would put it in."""
+    return _param_group_finder(_param_group_names(module, None))
 
 
-def _unit_finder(names: Sequence[str]) -> Callable[[str], str]:
+def _param_group_finder(names: Sequence[str]) -> Callable[[str], str]:
     def unit_of(parameter: str) -> str:
         holder = parameter.rpartition(".")[0]
-        unit = _innermost(names, holder)
-        return holder if unit is None else unit
+        param_group = _innermost(names, holder)
+        return holder if param_group is None else param_group
 
     return unit_of
 
@@ -235,14 +239,16 @@ def _sharding(
     return Sharding(chosen[0], split, keep, name(dtype), name(reduce_dtype), bucket)
 
 
-def _unit_names(module: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+def _param_group_names(module: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     modules = dict(module.named_modules())
     if patterns is None:
         chosen = [name for name in modules if _is_block(name, modules)]
     else:
         for pattern in patterns:
             if not any(_matches(name, pattern) for name in modules):
-                raise InputError(f"units: found no module for {pattern!r}; allowed: patterns of the module's own names")
+                raise InputError(
+                    f"groups: found no module for {pattern!r}; allowed: patterns of the module's own names"
+                )
         chosen = [name for name in modules if any(_matches(name, pattern) for pattern in patterns)]
     left = [
         name
@@ -270,13 +276,13 @@ def _holds(outer: str, name: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def _innermost(units: Sequence[str], name: str) -> str | None:
-    """The unit that the module of that name lies in, if any."""
-    return max((unit for unit in units if _holds(unit, name)), key=len, default=None)
+def _innermost(groups: Sequence[str], name: str) -> str | None:
+    """The parameter group that the module of that name lies in, if any."""
+    return max((param_group for param_group in groups if _holds(param_group, name)), key=len, default=None)
 
 
 def _place_all(
-    module: nn.Module, store: ParameterStore, axes: tuple[str, ...], source: Source, units: Sequence[str]
+    module: nn.Module, store: ParameterStore, axes: tuple[str, ...], source: Source, groups: Sequence[str]
 ) -> list[Place]:
     """Stores every parameter; where plain modules use one."""
     own = [inner for inner in module.modules() if hasattr(inner, "stored_parameters")]
@@ -304,7 +310,7 @@ def _place_all(
             inner._parameters[key] = stored.parameter
             store.watch(inner, key, stored, qualified)
             if inner not in own:
-                places.append(Place(name, weakref.ref(inner), key, stored, _innermost(units, name) or ""))
+                places.append(Place(name, weakref.ref(inner), key, stored, _innermost(groups, name) or ""))
     for parameter in replaced:
         retire(parameter)
     return places

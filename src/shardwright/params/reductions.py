@@ -1,4 +1,4 @@
-"""Reductions: the gradients of a store's units travel, in an order that ranks agree on, and land.
+"""Reductions: the gradients of a store's parameter groups travel, in an order that ranks agree on, and land.
 
 | when                 | what                                                                                      |
 |----------------------|-------------------------------------------------------------------------------------------|
@@ -21,29 +21,32 @@ from shardwright.comm.agreement import Agreement, agree
 from shardwright.comm.bucket import Load
 from shardwright.comm.divergence import DivergenceError
 from shardwright.params.launches import Launch, Launches
-from shardwright.params.sharing import Sharing
-from shardwright.params.unit import Handles, Unit
+from shardwright.params.sharing import GradientBucketing
+from shardwright.params.unit import Handles, ParameterGroup
 from shardwright.sharding import ONCE_A_STEP
 
 if TYPE_CHECKING:
     from shardwright.params.stored import StoredParameter
 
 TURNS = 16
-"""How often, at most, reductions are advanced while one unit's gradients are made."""
+"""How often, at most, reductions are advanced while one parameter group's gradients are made."""
 
 
 class Reductions:
-    """Of the ``units`` of one schedule.
+    """Of the ``param_groups`` of one schedule.
 
     accumulating: gradients of those levels are accumulated unreduced for now. agreement: between the ranks that store
-    the units together, where they are to agree before they communicate. unused_are_zeros: ranks may use different
-    parameters; what one does not use has a gradient of zero there. alike: ranks run the same code, so that what nobody
-    announced (a compiled site's) is reduced when its unit is complete, and not when backward ends. divisor: what sums
-    over ranks are divided by as they land. travels: told of a unit whose gradients have begun to travel.
+    the parameter groups together, where they are to agree before they communicate. unused_are_zeros: ranks may use
+    different parameters; what one does not use has a gradient of zero there. alike: ranks run the same code, so that
+    what nobody announced (a compiled site's) is reduced when its parameter group is complete, and not when backward
+    ends. divisor: what sums over ranks are divided by as they land. travels: told of a parameter group whose gradients
+    have begun to travel.
     """
 
-    def __init__(self, units: Sequence[Unit], unused_are_zeros: bool, travels: Callable[[Unit], None]):
-        self.units, self.unused_are_zeros = units, unused_are_zeros
+    def __init__(
+        self, param_groups: Sequence[ParameterGroup], unused_are_zeros: bool, travels: Callable[[ParameterGroup], None]
+    ):
+        self.param_groups, self.unused_are_zeros = param_groups, unused_are_zeros
         self.agreement: Agreement | None = None
         self.accumulating: tuple[str, ...] = ()
         self.divisor = 1
@@ -53,13 +56,13 @@ class Reductions:
         self._order: list[int] = []  # in which gradients arrived in the last backward, by the parameters' numbers
         self._absent: set[int] = set()  # expected in the last backward, and formed by no rank
         self._moving: deque[tuple[Iterator[Handles], Handles]] = deque()
-        self._sharing = Sharing()
+        self._bucketing = GradientBucketing()
         self._made = 0  # bytes of gradients since reductions were last advanced
 
     @property
     def members(self) -> list[StoredParameter]:
         """Every stored parameter; its place here is its number on every rank."""
-        return [stored for unit in self.units for stored in unit.members]
+        return [stored for param_group in self.param_groups for stored in param_group.members]
 
     @property
     def under_way(self) -> bool:
@@ -76,32 +79,36 @@ class Reductions:
     def begin(self) -> None:
         """A backward begins."""
         self._made = 0
-        for unit in self.units:
-            unit.begin_backward()
+        for param_group in self.param_groups:
+            param_group.begin_backward()
         self._launches = Launches(self._agreed_order())
-        for unit in self.units:
-            if unit.sharding.level not in self.accumulating:
-                self._sharing.expect([stored for stored in unit.members if stored.trains])
+        for param_group in self.param_groups:
+            if param_group.sharding.level not in self.accumulating:
+                self._bucketing.expect([stored for stored in param_group.members if stored.trains])
 
     @property
     def _reducing(self) -> bool:
-        """Whether gradients of any unit are reduced for now, so that ranks must agree on how."""
-        return any(unit.sharding.level not in self.accumulating for unit in self.units if unit.trained_bytes)
+        """Whether gradients of any parameter group are reduced for now, so that ranks must agree on how."""
+        return any(
+            param_group.sharding.level not in self.accumulating
+            for param_group in self.param_groups
+            if param_group.trained_bytes
+        )
 
     def _agreed_order(self) -> list[StoredParameter]:
         """The parameters whose gradients are expected: as they came in the last backward, new ones as used."""
         members = self.members
         numbers = {stored: number for number, stored in enumerate(members)}
         first_use: dict[int, int] = {}
-        for unit in self.units:
-            for use in unit.uses:
+        for param_group in self.param_groups:
+            for use in param_group.uses:
                 if use.stored is not None:
                     number = numbers[use.stored]
                     first_use[number] = min(use.number, first_use.get(number, use.number))
         expected = {
             number
             for number, stored in enumerate(members)
-            if stored.unit.sharding.level not in self.accumulating
+            if stored.param_group.sharding.level not in self.accumulating
             and stored.trains
             and (number in first_use or stored.has_accumulated)
         }
@@ -123,9 +130,9 @@ class Reductions:
     def end(self) -> None:
         """A backward ends: every gradient lands. Raises DivergenceError where ranks formed different ones."""
         assert self._launches is not None
-        for unit in self.units:
-            if unit.has_fresh:
-                unit.complete()
+        for param_group in self.param_groups:
+            if param_group.has_fresh:
+                param_group.complete()
         self._launches.close_all()
         self.launch()
         self._finish_moving()
@@ -141,14 +148,14 @@ class Reductions:
             _, handles = self._moving.popleft()
             for handle in handles:
                 handle.finish()
-        self._sharing.abandon()
-        for unit in self.units:
-            unit.drop()
+        self._bucketing.abandon()
+        for param_group in self.param_groups:
+            param_group.drop()
 
     def _finish_moving(self) -> None:
         while self._moving:
             self._step_all()
-        self._sharing.finish()
+        self._bucketing.finish()
 
     def _settle(self, arrived: dict[StoredParameter, None]) -> None:
         """Gradients that came after their launch are reduced; where no rank had one, none is left behind.
@@ -167,10 +174,10 @@ class Reductions:
         )
         late = sorted({number for said in answer.facts for number in said["late"]})
         if self.unused_are_zeros or all(set(said["formed"]) == formed for said in answer.facts):
-            for unit in self.units:
-                chosen = tuple(members[number] for number in late if members[number].unit is unit)
+            for param_group in self.param_groups:
+                chosen = tuple(members[number] for number in late if members[number].param_group is param_group)
                 if chosen:
-                    self._issue(Launch(unit, chosen, last=True))
+                    self._issue(Launch(param_group, chosen, last=True))
             self._finish_moving()
             for number, stored in enumerate(members):
                 stored.settle(number in formed)
@@ -183,8 +190,8 @@ class Reductions:
             tuple("formed its gradient" if first in said["formed"] else "did not" for said in answer.facts)
         )
         raise DivergenceError(
-            f"{members[first].unit.name or 'the root'}: {members[first].name}: {told}; allowed: the same parameters on "
-            'every rank, or unused="zeros"'
+            f"{members[first].param_group.name or 'the root'}: {members[first].name}: {told}; allowed: the same "
+            'parameters on every rank, or unused="zeros"'
         )
 
     # -- launches
@@ -194,31 +201,35 @@ class Reductions:
         if not stored.has_fresh or self._launches is None:
             return
         self._launches.arrive(stored)
-        if stored.unit.sharding.level in self.accumulating:
+        if stored.param_group.sharding.level in self.accumulating:
             stored.accumulate()
         self.launch()
 
-    def close(self, unit: Unit) -> None:
-        """The backward of ``unit`` is over: its gradients travel."""
+    def close(self, param_group: ParameterGroup) -> None:
+        """The backward of ``param_group`` is over: its gradients travel."""
         if self._launches is None:
             return
-        if unit.sharding.level in self.accumulating:
-            for stored in unit.members:
+        if param_group.sharding.level in self.accumulating:
+            for stored in param_group.members:
                 stored.accumulate()
-        self._launches.close(unit)
+        self._launches.close(param_group)
         self.launch()
         if self.alike:
-            left = tuple(stored for stored in unit.members if stored.has_fresh and not self._launches.expects(stored))
+            left = tuple(
+                stored for stored in param_group.members if stored.has_fresh and not self._launches.expects(stored)
+            )
             if left:
-                self._issue(Launch(unit, left, last=True))
-        self._travels(unit)
+                self._issue(Launch(param_group, left, last=True))
+        self._travels(param_group)
 
     def launch(self, least: int = 0, ahead: bool = True) -> None:
-        """Issues the launches whose turn has come: at ``least`` so many. ahead: the next unit may be gathered then."""
+        """Issues the launches whose turn has come: at ``least`` so many. ahead: the next parameter group may be
+        gathered then.
+        """
         while self._launches is not None and (launch := self._launches.pop_due(least)) is not None:
             self._issue(launch)
             if ahead:
-                self._travels(launch.unit)
+                self._travels(launch.param_group)
 
     def _issue(self, launch: Launch) -> None:
         """Its gradients start to travel; what travelled before goes on a stage.
@@ -235,16 +246,16 @@ class Reductions:
             if gradient is not None:
                 fresh.append((stored, gradient))
             del gradient
-        fresh = [(stored, gradient) for stored, gradient in fresh if not self._sharing.take(stored, gradient)]
+        fresh = [(stored, gradient) for stored, gradient in fresh if not self._bucketing.take(stored, gradient)]
         if fresh:
             self._step_all()
-            stages = launch.unit.reduction(fresh)
+            stages = launch.param_group.reduction(fresh)
             del fresh
             self._continue(stages)
 
     def load(self, stored: StoredParameter) -> Load | None:
         """What a gradient of ``stored`` fills of a bucket; None where it travels by itself."""
-        return self._sharing.load(stored)
+        return self._bucketing.load(stored)
 
     def _step_all(self) -> None:
         for _ in range(len(self._moving)):
@@ -259,17 +270,17 @@ class Reductions:
     def advance(self, stored: StoredParameter) -> None:
         """A gradient of ``stored`` was made: lets reductions under way take in what is next to arrive.
 
-        Once for each sixteenth of its unit: small gradients come so close to each other that to wait at each of them
-        would leave nothing to travel beside the products.
+        Once for each sixteenth of its parameter group: small gradients come so close to each other that to wait at each
+        of them would leave nothing to travel beside the products.
         """
         self._made += stored.whole_bytes
-        if TURNS * self._made < stored.unit.trained_bytes:
+        if TURNS * self._made < stored.param_group.trained_bytes:
             return
         self._made = 0
         for _, handles in self._moving:
             for handle in handles:
                 handle.advance()
-        self._sharing.advance()
+        self._bucketing.advance()
 
     def discard_accumulated(self) -> None:
         """Forgets what earlier micro-batches left, unreduced."""

@@ -1,8 +1,9 @@
-"""The schedule: which units are gathered, which comes next, and how many may be alive at once.
+"""The schedule: which parameter groups are gathered, which comes next, and how many may be alive at once.
 
-The order in which units are asked for is recorded in the first forward and in the first backward; from the next one on
-the units that come next are gathered ahead, as far as the stated number of living units allows. No decision reads the
-time or whether a collective has finished, so every rank, and a rehearsal, decides alike.
+The order in which parameter groups are asked for is recorded in the first forward and in the first backward; from the
+next one on the parameter groups that come next are gathered ahead, as far as the stated number of living parameter
+groups allows. No decision reads the time or whether a collective has finished, so every rank, and a rehearsal, decides
+alike.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from torch.autograd import Variable
 from shardwright import trace
 from shardwright.comm.agreement import Agreement, agree
 from shardwright.params.reductions import Reductions
-from shardwright.params.unit import Unit
+from shardwright.params.unit import ParameterGroup
 from shardwright.sharding import Sharding
 
 
 class InFlightError(RuntimeError):
-    """More units gathered at once than stated; the message names the unit that asked."""
+    """More parameter groups gathered at once than stated; the message names the parameter group that asked."""
 
 
 class _Order:
-    """The units that one kind of pass asks for, as the last whole pass had it."""
+    """The parameter groups that one kind of pass asks for, as the last whole pass had it."""
 
     def __init__(self) -> None:
-        self.known: list[Unit] = []
-        self.now: list[Unit] = []
+        self.known: list[ParameterGroup] = []
+        self.now: list[ParameterGroup] = []
         self._alike = True
 
     def begin(self) -> None:
@@ -37,45 +38,45 @@ class _Order:
         if self.now:
             self.known, self.now, self._alike = self.now, [], True
 
-    def arrive(self, unit: Unit) -> list[Unit]:
-        """``unit`` is asked for; those that come after it, as long as this pass goes like the known one."""
+    def arrive(self, param_group: ParameterGroup) -> list[ParameterGroup]:
+        """``param_group`` is asked for; those that come after it, as long as this pass goes like the known one."""
         place = len(self.now)
-        self.now.append(unit)
-        self._alike = self._alike and place < len(self.known) and self.known[place] is unit
+        self.now.append(param_group)
+        self._alike = self._alike and place < len(self.known) and self.known[place] is param_group
         return self.known[place + 1 :] if self._alike else []
 
 
 class Schedule:
-    """Of the units of one model.
+    """Of the parameter groups of one model.
 
-    in_flight: how many units may be gathered at once, those that stay gathered by their level aside.
-    unused_are_zeros: ranks may use different parameters. agreement: between the ranks that store the units together,
-    where they are to agree before they communicate.
+    in_flight: how many parameter groups may be gathered at once, those that stay gathered by their level aside.
+    unused_are_zeros: ranks may use different parameters. agreement: between the ranks that store the parameter groups
+    together, where they are to agree before they communicate.
     """
 
     def __init__(self, in_flight: int = 2, unused_are_zeros: bool = False):
         self.in_flight = in_flight
         self.unused_are_zeros = unused_are_zeros
         self.agrees_on_gathers = True
-        self.units: list[Unit] = []
-        self.reductions: Reductions = Reductions(self.units, unused_are_zeros, self._travels)
+        self.param_groups: list[ParameterGroup] = []
+        self.reductions: Reductions = Reductions(self.param_groups, unused_are_zeros, self._travels)
         self._number = 0
         self.inside = 0  # forwards of the root module at work
         self._orders = {kind: _Order() for kind in ("forward", "backward")}
         self._kind = ""
         self._task = -1
-        self._at: Unit | None = None
-        self._following: list[Unit] = []
+        self._at: ParameterGroup | None = None
+        self._following: list[ParameterGroup] = []
 
-    def new_unit(self, name: str, sharding: Sharding) -> Unit:
-        """A unit without members yet."""
-        unit = Unit(name, self, sharding)
-        self.units.append(unit)
-        return unit
+    def new_param_group(self, name: str, sharding: Sharding) -> ParameterGroup:
+        """A parameter group without members yet."""
+        param_group = ParameterGroup(name, self, sharding)
+        self.param_groups.append(param_group)
+        return param_group
 
     @property
     def agreement(self) -> Agreement | None:
-        """Between the ranks that store the units together."""
+        """Between the ranks that store the parameter groups together."""
         return self.reductions.agreement
 
     def number_of_use(self) -> int:
@@ -93,25 +94,31 @@ class Schedule:
         if torch._C._current_graph_task_id() != -1:
             return is_part  # a replay
         self.begin_pass()
-        if not any(unit.gathers for unit in self.units):
+        if not any(param_group.gathers for param_group in self.param_groups):
             return is_part
         written = self._written()
-        if any(unit.communicates for unit in self.units):
+        if any(param_group.communicates for param_group in self.param_groups):
             answer = agree(self.agreement, "begins a forward", written=written, is_part=is_part)
             is_part = any(said["is_part"] for said in answer.facts)
             written = sorted({number for said in answer.facts for number in said["written"]})
         for number in written:
-            self.units[number].expired = True
+            self.param_groups[number].expired = True
         if self.unused_are_zeros:  # a rank that uses other modules gathers for the others all the same
-            for unit in self.units:
-                if unit.sharding.resident and unit.gathers and not unit.current:
-                    self._start(unit, "async")
+            for param_group in self.param_groups:
+                if param_group.sharding.resident and param_group.gathers and not param_group.current:
+                    self._start(param_group, "async")
         return is_part
 
     def _written(self) -> list[int]:
-        """The numbers of units whose gathered W is not what is stored; the device is waited for once."""
-        flags = [(number, flag) for number, unit in enumerate(self.units) for flag in unit.was_written()]
-        found = {number for number, unit in enumerate(self.units) if unit.gathered and unit.expired}
+        """The numbers of parameter groups whose gathered W is not what is stored; the device is waited for once."""
+        flags = [
+            (number, flag) for number, param_group in enumerate(self.param_groups) for flag in param_group.was_written()
+        ]
+        found = {
+            number
+            for number, param_group in enumerate(self.param_groups)
+            if param_group.gathered and param_group.expired
+        }
         if flags and not isinstance(flags[0][1], FakeTensor):
             with trace.quiet():
                 told = torch.stack([flag for _, flag in flags]).tolist()
@@ -125,77 +132,88 @@ class Schedule:
 
     def begin_call(self) -> None:
         """A module with parameters of the store is called: by itself, a forward begins."""
-        if not self.inside and not any(unit.open for unit in self.units):
+        if not self.inside and not any(param_group.open for param_group in self.param_groups):
             self.begin_forward()
 
-    def ask(self, unit: Unit, wait: bool = True, again: bool = False) -> None:
-        """Every W of ``unit`` is there when this returns (or on its way, without ``wait``), and the next one is, too.
+    def ask(self, param_group: ParameterGroup, wait: bool = True, again: bool = False) -> None:
+        """Every W of ``param_group`` is there when this returns (or on its way, without ``wait``), and the next one is,
+        too.
 
-        again: also those that this backward has released. Raises InFlightError where more units would be alive than
-        stated.
+        again: also those that this backward has released. Raises InFlightError where more parameter groups would be
+        alive than stated.
         """
         self.begin_pass()
-        again = again and bool(unit.vacated)
-        if self._at is unit and unit.current and not again:
+        again = again and bool(param_group.vacated)
+        if self._at is param_group and param_group.current and not again:
             if wait:
-                unit.wait()
+                param_group.wait()
             return
-        following = self._orders[self._kind].arrive(unit)[: self.in_flight - 1] if self._at is not unit else []
-        self._at = unit
-        self._release_all_but(unit, following)
-        if not unit.current or again:
-            self._start(unit, "blocking" if wait else "async")
+        following = (
+            self._orders[self._kind].arrive(param_group)[: self.in_flight - 1] if self._at is not param_group else []
+        )
+        self._at = param_group
+        self._release_all_but(param_group, following)
+        if not param_group.current or again:
+            self._start(param_group, "blocking" if wait else "async")
         if wait:
-            unit.wait()
+            param_group.wait()
         self._following = following
-        if self._task == -1 or unit.travels_as_one:
+        if self._task == -1 or param_group.travels_as_one:
             self._gather_ahead()
 
     def _gather_ahead(self) -> None:
-        """The unit that comes next is gathered, where there is room.
+        """The parameter group that comes next is gathered, where there is room.
 
         In a forward when the one before it is asked for; in a backward when the gradients of the one before it begin to
         travel, so that its W takes the place of what was released.
         """
         following, self._following = self._following, []
-        for unit in following:
-            if not (unit.current or unit.busy) and self._room(unit):
-                self._start(unit, "async")
+        for param_group in following:
+            if not (param_group.current or param_group.busy) and self._room(param_group):
+                self._start(param_group, "async")
 
-    def _start(self, unit: Unit, mode: str) -> None:
-        if unit.gathered and not unit.sharding.resident:
-            unit.release()
-        if not self._room(unit):
+    def _start(self, param_group: ParameterGroup, mode: str) -> None:
+        if param_group.gathered and not param_group.sharding.resident:
+            param_group.release()
+        if not self._room(param_group):
             alive = ", ".join(other.name for other in self._alive())
             raise InFlightError(
-                f"{unit.name} is asked for while {alive} are gathered; in_flight states {self.in_flight}. "
-                "Raise in_flight, or take the outer unit's parameters apart into units of their own"
+                f"{param_group.name} is asked for while {alive} are gathered; in_flight states {self.in_flight}. "
+                "Raise in_flight, or take the outer parameter group's parameters apart into groups of their own"
             )
-        if unit.communicates and self.agrees_on_gathers:
-            name = unit.name or "the root"
+        if param_group.communicates and self.agrees_on_gathers:
+            name = param_group.name or "the root"
             answer = agree(self.agreement, f"gathers {name} in {self._kind}", self.reductions.issued)
             self.reductions.launch(answer.most, ahead=False)
-        unit.start(mode)
+        param_group.start(mode)
 
-    def _alive(self) -> list[Unit]:
-        return [unit for unit in self.units if unit.gathered and not unit.sharding.resident]
+    def _alive(self) -> list[ParameterGroup]:
+        return [
+            param_group
+            for param_group in self.param_groups
+            if param_group.gathered and not param_group.sharding.resident
+        ]
 
     def release_idle(self) -> None:
         """What no forward and no backward is at work with is released."""
-        for unit in self._alive():
-            if unit.idle:
-                unit.release()
+        for param_group in self._alive():
+            if param_group.idle:
+                param_group.release()
 
-    def _room(self, unit: Unit) -> bool:
-        """Whether ``unit`` may be gathered beside what is alive. Units that are kept for backward are not counted."""
-        if unit.sharding.resident:
+    def _room(self, param_group: ParameterGroup) -> bool:
+        """Whether ``param_group`` may be gathered beside what is alive. Parameter groups that are kept for backward are
+        not counted.
+        """
+        if param_group.sharding.resident:
             return True
-        others = [other for other in self._alive() if other is not unit and (other.open or other.busy or other.idle)]
+        others = [
+            other for other in self._alive() if other is not param_group and (other.open or other.busy or other.idle)
+        ]
         return len(others) < self.in_flight
 
-    def _release_all_but(self, unit: Unit, following: list[Unit]) -> None:
+    def _release_all_but(self, param_group: ParameterGroup, following: list[ParameterGroup]) -> None:
         for other in self._alive():
-            if other is not unit and other not in following and other.idle:
+            if other is not param_group and other not in following and other.idle:
                 other.release()
 
     def rest(self) -> None:
@@ -240,17 +258,17 @@ class Schedule:
             raise
         finally:
             self._task = -1
-            for unit in self.units:
-                unit.busy = 0
+            for param_group in self.param_groups:
+                param_group.busy = 0
                 if self.unused_are_zeros and not self.reductions.accumulating:
-                    unit.expired = True  # on every rank alike, whichever it used
-            for unit in self._alive():
-                if not unit.open and not (unit.sharding.keep and unit.uses):
-                    unit.release()
+                    param_group.expired = True  # on every rank alike, whichever it used
+            for param_group in self._alive():
+                if not param_group.open and not (param_group.sharding.keep and param_group.uses):
+                    param_group.release()
             self._at = None
 
-    def _travels(self, unit: Unit) -> None:
-        if unit is self._at:
+    def _travels(self, param_group: ParameterGroup) -> None:
+        if param_group is self._at:
             self._gather_ahead()
 
     def _abandon(self) -> None:

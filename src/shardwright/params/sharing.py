@@ -1,4 +1,5 @@
-"""Sharing: the small gradients of all units travel together, in buckets (comm/bucket.py); only while backward runs.
+"""GradientBucketing: the small gradients of all parameter groups travel together, in buckets (comm/bucket.py); only
+while backward runs.
 
 | when                      | what                                                                                     |
 |---------------------------|------------------------------------------------------------------------------------------|
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from shardwright.params.stored import StoredParameter
 
 
-class Sharing:
+class GradientBucketing:
     """The buckets of one schedule, and the gradients that are in them."""
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class Sharing:
 
     def _shares(self, stored: StoredParameter) -> bool:
         """Whether its gradients are small, wherever they are formed."""
-        if not stored.unit.sharding.bucket or max(stored.gather_group.size, stored.rest_group.size) == 1:
+        if not stored.param_group.sharding.bucket or max(stored.gather_group.size, stored.rest_group.size) == 1:
             return False
         like = _like(stored, stored.most_shape)
         return self._first(stored).takes(like, _total(stored, like))
@@ -119,7 +120,7 @@ class Sharing:
     def _bucket(
         self, kind: Kind, group: AxisGroup, stored: StoredParameter, times: int = 1, part: int = 1
     ) -> GradientBucket:
-        cap = stored.unit.sharding.bucket * times // part
+        cap = stored.param_group.sharding.bucket * times // part
         key = (kind, group, cap)
         if key not in self._buckets:
             self._buckets[key] = GradientBucket.over(stored.runtime, group, cap, kind)

@@ -1,4 +1,4 @@
-"""The store of one model's parameters: which unit each joins, and where its shard lies."""
+"""The store of one model's parameters: which parameter group each joins, and where its shard lies."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from shardwright.params.initial import Source
 from shardwright.params.placement import Cut, cut_of, make_parameter
 from shardwright.params.schedule import Schedule
 from shardwright.params.stored import StoredParameter
-from shardwright.params.unit import Unit
+from shardwright.params.unit import ParameterGroup
 from shardwright.sharding import Sharding
 
 Storage = tuple[DeviceMesh, list[Placement], tuple[str, ...]]
 """(mesh, placements, axes that split storage): where a parameter's shard lies."""
 
 
-def whole(unit: str) -> Sharding:
-    """Every rank stores its units whole."""
+def whole(param_group: str) -> Sharding:
+    """Every rank stores its parameter groups whole."""
     return Sharding()
 
 
 class ParameterStore:
-    """Places parameters, each in its unit, all units on one schedule.
+    """Places parameters, each in its parameter group, all parameter groups on one schedule.
 
-    sharding_of: unit name → how it is stored. unit_of: qualified parameter name → unit name; by default the module.
-    in_flight: how many units may be gathered at once. unused_are_zeros: ranks may use different parameters.
+    sharding_of: parameter group name → how it is stored. unit_of: qualified parameter name → parameter group name; by
+    default the module. in_flight: how many parameter groups may be gathered at once. unused_are_zeros: ranks may use
+    different parameters.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class ParameterStore:
         self.schedule = Schedule(in_flight, unused_are_zeros)
         self._places: list[tuple[weakref.ref[nn.Module], str, StoredParameter, str]] = []
         self._sharding_of, self._unit_of = sharding_of, unit_of
-        self._units: dict[str, Unit] = {}
+        self._param_groups: dict[str, ParameterGroup] = {}
 
-    def unit(self, parameter: str) -> Unit:
-        """The unit of the parameter of that qualified name."""
+    def param_group(self, parameter: str) -> ParameterGroup:
+        """The parameter group of the parameter of that qualified name."""
         name = self._unit_of(parameter)
-        if name not in self._units:
-            self._units[name] = self.schedule.new_unit(name, self._sharding_of(name))
-        return self._units[name]
+        if name not in self._param_groups:
+            self._param_groups[name] = self.schedule.new_param_group(name, self._sharding_of(name))
+        return self._param_groups[name]
 
     def let_ranks_agree(self, gathers: bool = True) -> None:
         """From now on ranks tell each other what they are about to communicate; every rank calls this.
@@ -132,25 +133,26 @@ class ParameterStore:
         dense: Any = getattr(module, name)
         base = mesh or self.mesh
         used = cut_of(dense.shape, base, placements)
-        unit = self.unit(qualified)
-        sharding = unit.sharding if dense.shape else Sharding()  # a scalar has no rows
+        param_group = self.param_group(qualified)
+        sharding = param_group.sharding if dense.shape else Sharding()  # a scalar has no rows
         stored_on, placed, storage = storage_of(sharding, self.runtime, base, placements, partial)
         local = source(module, name, cut_of(dense.shape, stored_on, placed))
         parameter = make_parameter(local, dense.shape, stored_on, placed, dense.requires_grad)
         hooks.move(dense, parameter)
         rows = used.local_shape[0] if storage else None
-        return StoredParameter(parameter, self.runtime, partial, owner, unit, storage, rows), used
+        return StoredParameter(parameter, self.runtime, partial, owner, param_group, storage, rows), used
 
     def take_over(self, stored: StoredParameter, qualified: str) -> None:
-        """Stores a parameter that is stored whole so far as its unit here says; ``stored.parameter`` is another then.
+        """Stores a parameter that is stored whole so far as its parameter group here says; ``stored.parameter`` is
+        another then.
 
         Raises InputError where its storage is split already.
         """
         old: Any = stored.parameter
         if stored.gather_group.size > 1:
             raise InputError(f"{qualified}: found storage that is split already; allowed: one that is whole")
-        unit = self.unit(qualified)
-        placed = storage_of(unit.sharding, self.runtime, old.device_mesh, old.placements, stored.partial_axes)
+        param_group = self.param_group(qualified)
+        placed = storage_of(param_group.sharding, self.runtime, old.device_mesh, old.placements, stored.partial_axes)
         mesh, placements, storage = placed
         local = stored.local
         rows = local.shape[0] if storage else None
@@ -159,7 +161,7 @@ class ParameterStore:
             start, stop = chunk(local.shape[0], group.size, group.index)
             local = local[start:stop].clone()
         parameter = make_parameter(local, old.shape, mesh, placements, old.requires_grad)
-        stored.store_as(parameter, unit, storage, rows)
+        stored.store_as(parameter, param_group, storage, rows)
 
 
 def storage_of(
@@ -167,8 +169,8 @@ def storage_of(
 ) -> Storage:
     """Where the shard of a parameter with those placements lies.
 
-    Storage is split over those of the unit's axes over which the gradient is partial, so that reducing a gradient is
-    always one reduce-scatter; on the others (axes that split W itself, or repeat the work) it is as used.
+    Storage is split over those of the parameter group's axes over which the gradient is partial, so that reducing a
+    gradient is always one reduce-scatter; on the others (axes that split W itself, or repeat the work) it is as used.
     """
     by_axis = dict(zip(names_of(mesh), placements, strict=True))
     wanted = tuple(axis for axis in by_axis if sharding.split and axis in sharding.axes)

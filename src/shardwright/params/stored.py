@@ -18,17 +18,17 @@ from shardwright.params import hooks
 from shardwright.params.accumulated import AccumulatedGradient, accumulated_gradient
 from shardwright.params.placement import cut_of
 from shardwright.params.schedule import Schedule
-from shardwright.params.unit import Unit, Use, Version
+from shardwright.params.unit import ParameterGroup, Use, Version
 from shardwright.params.written import differs, fingerprint
 from shardwright.sharding import Sharding
 
 
 class StoredParameter:
-    """A parameter as its unit stores it.
+    """A parameter as its parameter group stores it.
 
     parameter: a DTensor parameter. partial_axes: the axes over which a fresh gradient is partial. name: for the trace.
-    unit: by default one of its own that is stored whole. storage: the axes, all partial, over which dimension 0 of the
-    used tensor [rows, …] is split.
+    param_group: by default one of its own that is stored whole. storage: the axes, all partial, over which dimension 0
+    of the used tensor [rows, …] is split.
 
     dtype: the element type in which products read W. gathers: whether they read another tensor than the stored one.
     whole_bytes: of the whole parameter over the mesh: the same on every rank, so that what travels may depend on it.
@@ -40,25 +40,29 @@ class StoredParameter:
         runtime: Runtime,
         partial_axes: tuple[str, ...],
         name: str,
-        unit: Unit | None = None,
+        param_group: ParameterGroup | None = None,
         storage: tuple[str, ...] = (),
         rows: int | None = None,
     ):
         self.runtime = runtime
         self.partial_axes = partial_axes
         self.name = name
-        self.store_as(parameter, unit or Schedule().new_unit(name, Sharding()), storage, rows)
+        self.store_as(parameter, param_group or Schedule().new_param_group(name, Sharding()), storage, rows)
 
     def store_as(
-        self, parameter: torch.nn.Parameter, unit: Unit, storage: tuple[str, ...] = (), rows: int | None = None
+        self,
+        parameter: torch.nn.Parameter,
+        param_group: ParameterGroup,
+        storage: tuple[str, ...] = (),
+        rows: int | None = None,
     ) -> None:
-        """Joins ``unit``; from now on ``parameter`` is what is stored."""
-        self.unit = unit
+        """Joins ``param_group``; from now on ``parameter`` is what is stored."""
+        self.param_group = param_group
         self.gather_group = self.runtime.group(storage).joined()  # storage is one axis of its mesh
         self.rest_group = self.runtime.group(tuple(axis for axis in self.partial_axes if axis not in storage))
         self.parameter = parameter
         self.stored_dtype = parameter.dtype
-        self.dtype = _compute_dtype(parameter.dtype, unit.sharding.dtype)
+        self.dtype = _compute_dtype(parameter.dtype, param_group.sharding.dtype)
         self.gathers = self.gather_group.size > 1 or self.dtype != parameter.dtype
         self.whole_bytes = parameter.numel() * self.dtype.itemsize
         self._rows = rows
@@ -69,7 +73,7 @@ class StoredParameter:
         self._doubtful = False
         self._in_doubt: torch.Tensor | None = None
         self._anchor: torch.Tensor | None = None
-        unit.members.append(self)
+        param_group.members.append(self)
         if self.trains and self.communicates:
             hooks.guard(parameter, self.name)
 
@@ -125,7 +129,7 @@ class StoredParameter:
         return self.parameter.requires_grad
 
     def lease(self, use: Use | None = None) -> torch.Tensor:
-        """W as products read it: good until another unit is asked for, or the backward of ``use`` is over.
+        """W as products read it: good until another parameter group is asked for, or the backward of ``use`` is over.
 
         Raises RuntimeError where the stored parameter was written to since ``use`` was announced.
         """
@@ -141,11 +145,11 @@ class StoredParameter:
     @property
     def releases(self) -> bool:
         """Whether the memory of the gathered W comes and goes."""
-        return self.gathers and not self.unit.sharding.resident
+        return self.gathers and not self.param_group.sharding.resident
 
     def lease_whole(self) -> torch.Tensor:
-        """All of W, where it is gathered: good until another unit is asked for."""
-        self.unit.schedule.ask(self.unit, again=self in self.unit.vacated)
+        """All of W, where it is gathered: good until another parameter group is asked for."""
+        self.param_group.schedule.ask(self.param_group, again=self in self.param_group.vacated)
         assert self._whole is not None
         return self._whole
 
@@ -161,7 +165,7 @@ class StoredParameter:
     def room(self) -> torch.Tensor:
         """Memory for the gathered W: always the same storage, so that aliases in a graph see it again."""
         owner, arena = f"{self.name} (W)", self.runtime.arena
-        if self.unit.sharding.resident:
+        if self.param_group.sharding.resident:
             if self._whole is None:
                 self._whole = torch.empty(self.whole_shape, dtype=self.dtype, device=self.local.device)
             trace.note(self._whole, "parameter")
@@ -180,7 +184,7 @@ class StoredParameter:
         """``parameter`` is what is stored from now on, alike in all but its values."""
         self.parameter = parameter
         self._accumulated = None
-        self.unit.expired = True
+        self.param_group.expired = True
 
     # -- gradients
 
@@ -193,15 +197,15 @@ class StoredParameter:
         wanted = self.parameter.requires_grad or needed
         if not (wanted and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
             return None
-        self.unit.schedule.begin_pass()
-        return self.unit.announce(self)
+        self.param_group.schedule.begin_pass()
+        return self.param_group.announce(self)
 
     def deposit(self, gradient: torch.Tensor, owned: bool = True) -> None:
         """Takes over ``gradient`` (of the shape leased, contiguous) during backward.
 
         owned: nobody else holds its memory, which may be written to.
         """
-        schedule = self.unit.schedule
+        schedule = self.param_group.schedule
         schedule.begin_backward(torch._C._current_graph_task_id())
         schedule.reductions.advance(self)
         if self._fresh is None:
@@ -229,14 +233,14 @@ class StoredParameter:
     def fetch(self) -> None:
         """Starts to gather W, if it is not there: ``lease`` will wait for it."""
         if self.gathers:
-            self.unit.schedule.ask(self.unit, wait=False)
+            self.param_group.schedule.ask(self.param_group, wait=False)
 
     def finish(self, use: Use | None) -> None:
         """The backward of ``use`` is over: it reads W no more, and deposits nothing more."""
         if use is not None:
-            self.unit.done(self, use)
-        if not self.unit.uses:
-            self.unit.complete()
+            self.param_group.done(self, use)
+        if not self.param_group.uses:
+            self.param_group.complete()
 
     def accumulate(self) -> None:
         """Adds what was deposited to what earlier micro-batches left, whole and unreduced, in the stored dtype.
@@ -256,7 +260,7 @@ class StoredParameter:
         if parameter.grad is not None and self.rest_group.index == 0:
             start, stop = self.gather_group.bounds(whole.shape[0]) if whole.dim() else (0, 1)
             rows = whole[start:stop] if whole.dim() else whole
-            rows.add_(cast(DTensor, parameter.grad)._local_tensor, alpha=self.unit.schedule.reductions.divisor)
+            rows.add_(cast(DTensor, parameter.grad)._local_tensor, alpha=self.param_group.schedule.reductions.divisor)
         scattered = "_".join(self.gather_group.axes) if self.gather_group.size > 1 else ""
         self._accumulated = accumulated_gradient(whole, parameter, (*self.partial_axes, scattered))
         parameter.grad = self._accumulated
@@ -310,7 +314,7 @@ class StoredParameter:
 
     def wide(self, gradient: torch.Tensor) -> bool:
         """Whether sums of ``gradient`` are taken in another precision than its own."""
-        name = self.unit.sharding.reduce_dtype
+        name = self.param_group.sharding.reduce_dtype
         return (str(self.parameter.dtype) if name is None else f"torch.{name}") != str(gradient.dtype)
 
     def new_gradient(self, whole: torch.Tensor) -> torch.Tensor:
@@ -332,7 +336,7 @@ class StoredParameter:
         if self._doubtful:
             self._in_doubt = gradient if self._in_doubt is None else self._in_doubt.add_(gradient)
             return
-        divisor = self.unit.schedule.reductions.divisor
+        divisor = self.param_group.schedule.reductions.divisor
         if divisor != 1:
             gradient.div_(divisor)
         parameter = cast(DTensor, self.parameter)

@@ -1,15 +1,16 @@
-"""A unit: parameters that are gathered, released and reduced together.
+"""A parameter group: parameters that are gathered, released and reduced together.
 
 | when                                  | what, at level `parameters`                                               |
 |---------------------------------------|---------------------------------------------------------------------------|
-| a product asks for W                  | gather every W of the unit (one logical all-gather a group)               |
-| another unit is asked for, in forward | release every W (unless kept, or its module is still at work)             |
+| a product asks for W                  | gather every W of the group (one logical all-gather a group)               |
+| another group is asked for, in forward | release every W (unless kept, or its module is still at work)             |
 | a member's last use in backward is over | release its W; its dW may travel                                        |
 | dWs that may travel are a fair share  | they do, and the rest will: one logical reduce-scatter a group            |
-| the unit's last use in backward is over | release the rest; the last dWs travel                                   |
-| backward ends                         | the same for units with uses that never came                              |
+| the group's last use in backward is over | release the rest; the last dWs travel                                   |
+| backward ends                         | the same for groups with uses that never came                              |
 
-So beside the next unit's W about one unit's worth of W and dW together is alive, and what travels.
+So beside the next parameter group's W about one parameter group's worth of W and dW together is alive, and what
+travels.
 
 Parts are rows of dimension 0 in rank order, so W is gathered straight into the tensor that products read, and dW is
 reduced from its own storage: nothing is packed or copied to travel.
@@ -23,7 +24,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwright.comm import GatheringPacked, GatheringTogether, Logged, ReducingTogether, ScatteringTogether
+from shardwright.comm import (
+    CoalescedAllGatherHandle,
+    CoalescedAllReduceHandle,
+    CoalescedReduceScatterHandle,
+    Logged,
+    PackedAllGatherHandle,
+)
 from shardwright.comm.groups import AxisGroup
 from shardwright.sharding import FAIR_SHARE, Sharding
 
@@ -35,8 +42,8 @@ if TYPE_CHECKING:
 class Use:
     """One use of a parameter by a forward pass whose backward is still to come. The graph that needs it holds it.
 
-    stored: what is used; None stands for the unit's inputs. version: of the stored tensor when the forward read it.
-    number: uses of one schedule are numbered as they are announced.
+    stored: what is used; None stands for the parameter group's inputs. version: of the stored tensor when the forward
+    read it. number: uses of one schedule are numbered as they are announced.
     """
 
     __slots__ = ("__weakref__", "number", "stored", "version")
@@ -49,16 +56,18 @@ Version = tuple[int, int, int]
 """Of a stored parameter: which tensor holds its shard, and how often autograd has seen it, and its DTensor, written."""
 
 SMALL_BYTES, SMALL_SHARE = 2**16, 16
-"""W of at most so many bytes, and such a share of its unit, is gathered packed with others: a message costs more than
-to copy it."""
+"""W of at most so many bytes, and such a share of its parameter group, is gathered packed with others: a message costs
+more than to copy it.
+"""
 
 
-class Unit:
+class ParameterGroup:
     """``members`` that are gathered, released and reduced as one.
 
-    open, busy: how many forwards, and backwards, of the unit's module are at work, where modules tell (unsharding.py).
-    W is not released meanwhile. vacated: members whose W backward has released already. trained_bytes: of the members
-    whose gradients this backward may bring. expired: what is gathered is out of date, the next request gathers again.
+    open, busy: how many forwards, and backwards, of the parameter group's module are at work, where modules tell
+    (unsharding.py). W is not released meanwhile. vacated: members whose W backward has released already. trained_bytes:
+    of the members whose gradients this backward may bring. expired: what is gathered is out of date, the next request
+    gathers again.
     """
 
     def __init__(self, name: str, schedule: Schedule, sharding: Sharding):
@@ -68,7 +77,7 @@ class Unit:
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self.gathered = False
         self.vacated: list[StoredParameter] = []
-        self._arrivals: list[GatheringTogether | GatheringPacked] = []
+        self._arrivals: list[CoalescedAllGatherHandle | PackedAllGatherHandle] = []
         self._seen: list[Version] = []
         self.expired = False
         self._operations: dict[tuple[str, AxisGroup], Logged] = {}  # of this backward: launches of one kind are one
@@ -85,7 +94,9 @@ class Unit:
 
     @property
     def travels_as_one(self) -> bool:
-        """Whether one member is nearly all of the unit, so that none of its gradients travels before the end."""
+        """Whether one member is nearly all of the parameter group, so that none of its gradients travels before the
+        end.
+        """
         sizes = [stored.whole_bytes for stored in self.members]
         return FAIR_SHARE * (sum(sizes) - max(sizes)) <= sum(sizes)
 
@@ -148,9 +159,9 @@ class Unit:
                 large, packs = _sorted_by_size(pairs)
                 arena = self.members[0].runtime.arena
                 for pack in packs:
-                    self._arrivals.append(GatheringPacked(pack, group, self.name, mode, arena, logged))
+                    self._arrivals.append(PackedAllGatherHandle(pack, group, self.name, mode, arena, logged))
                 if large:
-                    self._arrivals.append(GatheringTogether(large, group, self.name, mode, logged))
+                    self._arrivals.append(CoalescedAllGatherHandle(large, group, self.name, mode, logged))
 
     def wait(self) -> None:
         """Until every W is there."""
@@ -171,7 +182,7 @@ class Unit:
     def done(self, stored: StoredParameter, use: Use, read: bool = False) -> None:
         """``use`` is over; if it was the member's last one, its W is released, and its dW may travel.
 
-        read: something else may still read W, until the unit's backward is over.
+        read: something else may still read W, until the parameter group's backward is over.
         """
         self.uses.discard(use)
         if any(other.stored is stored for other in self.uses):
@@ -203,12 +214,12 @@ class Unit:
     def reduction(self, fresh: Sequence[tuple[StoredParameter, torch.Tensor]]) -> Iterator[Handles]:
         """Reduces and lands ``fresh``, a stage at a time: yields the handles that travel after each stage."""
         results, operations = dict(fresh), self._operations
-        scatters: list[ScatteringTogether | ReducingTogether] = []
+        scatters: list[CoalescedReduceScatterHandle | CoalescedAllReduceHandle] = []
         for group, members in _by_group((stored.gather_group, stored) for stored, _ in fresh).items():
             pairs = [(results[stored], stored.new_gradient(results[stored])) for stored in members]
             wide = any(stored.wide(results[stored]) for stored in members)
             logged = operations.setdefault(("reduce_scatter", group), Logged())
-            scatters.append(ScatteringTogether(pairs, group, self.name, "async", wide, logged))
+            scatters.append(CoalescedReduceScatterHandle(pairs, group, self.name, "async", wide, logged))
             results |= {stored: part for stored, (_, part) in zip(members, pairs, strict=True)}
             del pairs
         del fresh
@@ -217,12 +228,12 @@ class Unit:
             _finish(scatters)
         for stored, gradient in results.items():
             results[stored] = stored.widened(gradient)
-        reductions: list[ScatteringTogether | ReducingTogether] = []
+        reductions: list[CoalescedReduceScatterHandle | CoalescedAllReduceHandle] = []
         for group, members in _by_group((stored.rest_group, stored) for stored in results).items():
             wide = any(stored.wide(results[stored]) for stored in members)
             tensors = [results[stored] for stored in members]
             logged = operations.setdefault(("all_reduce", group), Logged())
-            reductions.append(ReducingTogether(tensors, group, self.name, "async", wide, logged))
+            reductions.append(CoalescedAllReduceHandle(tensors, group, self.name, "async", wide, logged))
         if reductions:
             yield reductions
             _finish(reductions)
@@ -243,7 +254,7 @@ def _sorted_by_size(pairs: Sequence[Pair]) -> tuple[list[Pair], list[list[Pair]]
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Handles = Sequence[ScatteringTogether | ReducingTogether]
+Handles = Sequence[CoalescedReduceScatterHandle | CoalescedAllReduceHandle]
 
 
 def _by_group(pairs: Iterator[tuple[AxisGroup, StoredParameter]]) -> dict[AxisGroup, list[StoredParameter]]:
@@ -254,6 +265,6 @@ def _by_group(pairs: Iterator[tuple[AxisGroup, StoredParameter]]) -> dict[AxisGr
     return found
 
 
-def _finish(handles: list[ScatteringTogether | ReducingTogether]) -> None:
+def _finish(handles: list[CoalescedReduceScatterHandle | CoalescedAllReduceHandle]) -> None:
     while handles:
         handles.pop(0).finish()

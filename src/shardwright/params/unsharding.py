@@ -27,13 +27,14 @@ from shardwright._errors import InputError
 from shardwright.params.saved import Handle, SavedWeights
 from shardwright.params.schedule import Schedule
 from shardwright.params.stored import StoredParameter
-from shardwright.params.unit import Unit, Use, Version
+from shardwright.params.unit import ParameterGroup, Use, Version
 from shardwright.params.written import fingerprint
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a plain module uses a parameter: ``module.key``. unit: the name of the unit whose module that lies in.
+    """Where a plain module uses a parameter: ``module.key``. param_group: the name of the parameter group whose module
+    that lies in.
 
     The module holds the place by its hooks, so the place does not hold the module: who drops a model frees it.
     """
@@ -42,7 +43,7 @@ class Place:
     reference: weakref.ref[nn.Module]
     key: str
     stored: StoredParameter
-    unit: str
+    param_group: str
 
     @property
     def module(self) -> nn.Module:
@@ -121,8 +122,10 @@ class ModuleCall:
 
     def __init__(self, places: Sequence[Place], saved: SavedWeights):
         self.places, self.saved = places, saved
-        self.units = list(dict.fromkeys(place.stored.unit for place in places))
-        self._expected: list[tuple[Unit, StoredParameter | None]] = []  # whose gradients are to come; None: the inputs'
+        self.param_groups = list(dict.fromkeys(place.stored.param_group for place in places))
+        self._expected: list[
+            tuple[ParameterGroup, StoredParameter | None]
+        ] = []  # whose gradients are to come; None: the inputs'
         self._versions: list[tuple[Version, int] | None] = []
         self._uses: dict[int, Use] = {}
         self._handles: dict[StoredParameter, weakref.WeakSet[Handle]] = {}
@@ -132,8 +135,8 @@ class ModuleCall:
         self._shown: list[Place] = []  # whose modules see W in a backward
         self._replay = torch._C._current_graph_task_id() != -1  # inside a backward
         self._wanted = torch.is_grad_enabled() and not self._replay
-        for unit in self.units:
-            unit.open += 1
+        for param_group in self.param_groups:
+            param_group.open += 1
 
     def watch(self, args: Any, kwargs: Any) -> Any:
         """The inputs, such that we hear when they have their gradients."""
@@ -142,8 +145,8 @@ class ModuleCall:
         if self._wanted and places:
             for place, tensor in zip(places, _Inputs.apply(self, *(leaves[i] for i in places)), strict=True):
                 leaves[place] = tensor
-            for unit in self.units:
-                self._expect(unit)
+            for param_group in self.param_groups:
+                self._expect(param_group)
         return tree_unflatten(leaves, spec)
 
     def unsharded(self, stored: StoredParameter) -> torch.Tensor:
@@ -152,7 +155,7 @@ class ModuleCall:
         if stored.releases:
             self._lend(whole, stored)
         if stored.parameter.requires_grad and torch.is_grad_enabled():
-            number = self._expect(stored.unit, stored)
+            number = self._expect(stored.param_group, stored)
             whole = whole.detach().requires_grad_()
             whole.register_post_accumulate_grad_hook(partial(self._deposit, stored, number))
         return whole
@@ -161,13 +164,13 @@ class ModuleCall:
         """From now on graphs that save something on the memory of W hold handles instead."""
         self.saved.lend(whole, stored, self, self._handles.setdefault(stored, weakref.WeakSet()))
 
-    def _expect(self, unit: Unit, stored: StoredParameter | None = None) -> int:
+    def _expect(self, param_group: ParameterGroup, stored: StoredParameter | None = None) -> int:
         """Announces a gradient to come, of a parameter or of the inputs; the number by which it is heard of."""
         number = len(self._expected)
-        self._expected.append((unit, stored))
+        self._expected.append((param_group, stored))
         self._versions.append(None if stored is None else (stored.version, fingerprint(stored.local)))
         if self._wanted:
-            self._uses[number] = unit.announce(stored)
+            self._uses[number] = param_group.announce(stored)
         return number
 
     def close(self, output: Any) -> None:
@@ -175,8 +178,8 @@ class ModuleCall:
         for place in self.places:
             place.module.__dict__.pop(place.key, None)
             self.saved.take_back(place.stored)
-        for unit in self.units:
-            unit.open -= 1
+        for param_group in self.param_groups:
+            param_group.open -= 1
         if torch.is_grad_enabled():
             for tensor in tree_flatten(output)[0]:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -191,15 +194,15 @@ class ModuleCall:
         task = torch._C._current_graph_task_id()
         if self._replay:
             raise RuntimeError(
-                f"{self.units[0].name}: found a backward inside a backward, as of a checkpoint with "
+                f"{self.param_groups[0].name}: found a backward inside a backward, as of a checkpoint with "
                 "use_reentrant=True; allowed: use_reentrant=False"
             )
         if self._entered != task:
             self._entered = task
-            for number, (unit, stored) in enumerate(self._expected):
+            for number, (param_group, stored) in enumerate(self._expected):
                 if number not in self._uses:  # a second backward through a graph that was retained
-                    self._uses[number] = unit.announce(stored)
-            self.units[0].schedule.begin_backward(task)
+                    self._uses[number] = param_group.announce(stored)
+            self.param_groups[0].schedule.begin_backward(task)
         return bool(self._uses)
 
     def need_weights(self) -> None:
@@ -211,10 +214,10 @@ class ModuleCall:
             if stored is not None and seen is not None:
                 stored.check_unmodified(*seen)
         self._busy = True
-        for unit in self.units:
-            unit.busy += 1
-            if unit.gathers:
-                unit.schedule.ask(unit, again=True)
+        for param_group in self.param_groups:
+            param_group.busy += 1
+            if param_group.gathers:
+                param_group.schedule.ask(param_group, again=True)
         self._show()
 
     def _show(self) -> None:
@@ -257,7 +260,7 @@ class ModuleCall:
         self.hide(stored)
         # beside the leaf, the store, and Python's object
         read = _holders(leaf) > 3 or bool(self._handles.get(stored))
-        stored.unit.done(stored, use, read)
+        stored.param_group.done(stored, use, read)
         if not self._uses:
             self.end()
 
@@ -266,14 +269,14 @@ class ModuleCall:
         for number, use in self._uses.items():
             self._expected[number][0].uses.discard(use)
         self._uses.clear()
-        for unit in self.units:
+        for param_group in self.param_groups:
             if self._busy:
-                unit.busy = max(0, unit.busy - 1)
+                param_group.busy = max(0, param_group.busy - 1)
         self._busy = False
         self.hide()
-        for unit in self.units:
-            if not unit.uses:
-                unit.complete()
+        for param_group in self.param_groups:
+            if not param_group.uses:
+                param_group.complete()
 
 
 class _Hiding:

@@ -46,13 +46,13 @@ def improved(
         tell(f"{nearest.structure.name}: beside the best")
         used, words = _chosen(fastest)
         found += all_priced(problem, [(nearest, used)], pool, words)
-    return sorted((each for each in found if each.frame is not None), key=lambda each: each.seconds)
+    return sorted((each for each in found if each.fixed_cost is not None), key=lambda each: each.seconds)
 
 
 def _chosen(candidate: Candidate) -> tuple[list[Mode], list[str]]:
     """The modes, and the words of recomputation, in the candidate's mix."""
-    assert candidate.mix is not None
-    chosen = [choice for choice, count in zip(candidate.choices, candidate.mix.counts, strict=True) if count]
+    assert candidate.assignment is not None
+    chosen = [choice for choice, count in zip(candidate.choices, candidate.assignment.counts, strict=True) if count]
     used = list(dict.fromkeys(mode for attention, mlp, _ in chosen for mode in (attention, mlp)))
     return used, list(dict.fromkeys(word for _, _, word in chosen))
 
@@ -62,9 +62,9 @@ def _neighbours(best: Candidate, candidates: Sequence[Candidate]) -> list[Candid
 
     Fewer units in flight free memory only, so they are left out where the fastest mix of all fits.
     """
-    assert best.mix is not None
+    assert best.assignment is not None
     mine, whatever = best.structure, best.within(2**63)
-    enough = whatever is not None and whatever.seconds == best.mix.seconds
+    enough = whatever is not None and whatever.seconds == best.assignment.seconds
     found = [
         each
         for each in candidates

@@ -8,10 +8,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
 from shardwright._errors import InputError
-from shardwright.planner.limits import Limits
+from shardwright.planner.limits import FormulaBound
 from shardwright.planner.price import Price, Priced, price
 from shardwright.planner.problem import Choice, Problem
-from shardwright.planner.solve import Frame, Mix, Way, fastest, leanest
+from shardwright.planner.solve import Assignment, BlockOption, FixedCost, fastest, leanest
 from shardwright.planner.space import Mode, Structure
 
 
@@ -24,21 +24,21 @@ class Candidate:
     """
 
     structure: Structure
-    limits: Limits
+    formula_bound: FormulaBound
     prices: tuple[Priced, ...] = ()
-    frame: Frame | None = None
-    ways: tuple[Way, ...] = ()
+    fixed_cost: FixedCost | None = None
+    options: tuple[BlockOption, ...] = ()
     choices: tuple[Choice, ...] = ()
     units: int = 0
     period: int = 1
-    mix: Mix | None = None
-    lean: Mix | None = None
+    assignment: Assignment | None = None
+    lean: Assignment | None = None
     tried: tuple[Mode, ...] = ()
 
     @property
     def seconds(self) -> float:
         """Of the fastest mix that fits; infinite where none does."""
-        return self.mix.seconds if self.mix else float("inf")
+        return self.assignment.seconds if self.assignment else float("inf")
 
     def has(self, modes: Sequence[Mode]) -> bool:
         """Whether those of these modes that the structure has were tried."""
@@ -50,27 +50,33 @@ class Candidate:
         its limits.
         """
         return (
-            self.limits.seconds if not self.has(self.structure.modes) else self.mix.bound if self.mix else float("inf")
+            self.formula_bound.seconds
+            if not self.has(self.structure.modes)
+            else self.assignment.bound
+            if self.assignment
+            else float("inf")
         )
 
-    def blocks(self, mix: Mix) -> list[Choice]:
+    def blocks(self, assignment: Assignment) -> list[Choice]:
         """What each block of the model chooses."""
         return [
-            choice for choice, count in zip(self.choices, mix.counts, strict=True) for _ in range(count * self.period)
+            choice
+            for choice, count in zip(self.choices, assignment.counts, strict=True)
+            for _ in range(count * self.period)
         ]
 
-    def within(self, budget: int) -> Mix | None:
+    def within(self, budget: int) -> Assignment | None:
         """The fastest mix of this structure within ``budget`` bytes."""
-        if self.frame is None:
+        if self.fixed_cost is None:
             return None
-        return fastest(self.frame, self.ways, self.units, budget)
+        return fastest(self.fixed_cost, self.options, self.units, budget)
 
 
-def told(candidate: Candidate, mix: Mix) -> str:
+def told(candidate: Candidate, assignment: Assignment) -> str:
     """``3 blocks async, shard / ring, shard; 5 blocks …``."""
     return "; ".join(
-        f"{count * candidate.period} block{'s' if count * candidate.period > 1 else ''} {way.name}"
-        for way, count in zip(candidate.ways, mix.counts, strict=True)
+        f"{count * candidate.period} block{'s' if count * candidate.period > 1 else ''} {option.name}"
+        for option, count in zip(candidate.options, assignment.counts, strict=True)
         if count
     )
 
@@ -117,18 +123,20 @@ def _solved(problem: Problem, candidate: Candidate, modes: Sequence[Mode], new: 
     tried = tuple(dict.fromkeys((*candidate.tried, *modes)))
     if not prices:
         return replace(candidate, tried=tried)
-    frame, period = prices[0].frame, prices[0].period
+    fixed_cost, period = prices[0].fixed_cost, prices[0].period
     units, rest = divmod(problem.config.num_hidden_layers, period)
     if rest:
         raise InputError(
             f"num_hidden_layers: found {problem.config.num_hidden_layers}; allowed: a multiple of {period}, the period "
             "of unlike blocks (layer_types)"
         )
-    named = list(_ways([_around(each, frame, units) for each in prices], structure))
-    ways = tuple(way for way, _ in named)
+    named = list(_options([_around(each, fixed_cost, units) for each in prices], structure))
+    options = tuple(option for option, _ in named)
     choices = tuple(choice for _, choice in named)
-    mix, lean = fastest(frame, ways, units, problem.memory), leanest(frame, ways, units)
-    return Candidate(structure, candidate.limits, prices, frame, ways, choices, units, period, mix, lean, tried)
+    assignment, lean = fastest(fixed_cost, options, units, problem.memory), leanest(fixed_cost, options, units)
+    return Candidate(
+        structure, candidate.formula_bound, prices, fixed_cost, options, choices, units, period, assignment, lean, tried
+    )
 
 
 def _of(structure: Structure, modes: Sequence[Mode]) -> list[Mode]:
@@ -136,24 +144,24 @@ def _of(structure: Structure, modes: Sequence[Mode]) -> list[Mode]:
     return [mode for mode in structure.modes if mode in modes] or list(structure.modes)
 
 
-def _around(priced: Priced, frame: Frame, units: int) -> Price:
+def _around(priced: Priced, fixed_cost: FixedCost, units: int) -> Price:
     """The price with its share of what the model's own frame takes longer than ``frame``.
 
     So a plan whose blocks are all alike takes what its own rehearsal takes, whichever mode the frame is from.
     """
-    share = (priced.frame.seconds - frame.seconds) / units / len(priced.price.earlier)
+    share = (priced.fixed_cost.seconds - fixed_cost.seconds) / units / len(priced.price.earlier)
     return replace(priced.price, earlier=tuple(seconds + share for seconds in priced.price.earlier))
 
 
-def _ways(prices: Sequence[Price], structure: Structure) -> Iterator[tuple[Way, Choice]]:
+def _options(prices: Sequence[Price], structure: Structure) -> Iterator[tuple[BlockOption, Choice]]:
     """Recomputed blocks first (they need most room in backward, and then find the others' gone), then all mixtures."""
     alone = [each for each in prices if each.recompute == "none"]
     for one in (each for each in prices if each.recompute != "none"):
-        yield one.way(_named(one, one, structure)), (one.mode, one.mode, one.recompute)
+        yield one.option(_named(one, one, structure)), (one.mode, one.mode, one.recompute)
     for one, other in itertools.product(alone, alone):
         both: Price | None = one if one is other else one.with_mlp_of(other)
         if both is not None:
-            yield both.way(_named(one, other, structure)), (one.mode, other.mode, "none")
+            yield both.option(_named(one, other, structure)), (one.mode, other.mode, "none")
 
 
 def _named(attention: Price, mlp: Price, structure: Structure) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwright.cluster import Measured
-from shardwright.comm import AxisGroup, Gathering, Reducing, Scattering
+from shardwright.comm import AllGatherHandle, AllReduceHandle, AxisGroup, ReduceScatterHandle
 from shardwright.comm.all_to_all import rows_to_columns
 from shardwright.comm.exchange import sent_bytes
 from shardwright.planner.fits import fit
@@ -49,19 +49,19 @@ class Message:
 def _all_gather(group: AxisGroup, sent: int, empty: Callable[..., torch.Tensor]) -> Message:
     part, whole = empty(1, _width(sent, group)), empty(group.size, _width(sent, group))
     size = sent_bytes("all_gather", group.size, whole.nbytes, part.nbytes)
-    return Message(size, lambda: Gathering(part, whole, group, "profile", "async").finish)
+    return Message(size, lambda: AllGatherHandle(part, whole, group, "profile", "async").finish)
 
 
 def _reduce_scatter(group: AxisGroup, sent: int, empty: Callable[..., torch.Tensor]) -> Message:
     part, whole = empty(1, _width(sent, group)), empty(group.size, _width(sent, group))
     size = sent_bytes("reduce_scatter", group.size, whole.nbytes, part.nbytes)
-    return Message(size, lambda: Scattering(whole, part, group, "profile", "async").finish)
+    return Message(size, lambda: ReduceScatterHandle(whole, part, group, "profile", "async").finish)
 
 
 def _all_reduce(group: AxisGroup, sent: int, empty: Callable[..., torch.Tensor]) -> Message:
     whole = empty(group.size * _width(sent // 2, group))
     size = sent_bytes("all_reduce", group.size, whole.nbytes, 0)
-    return Message(size, lambda: Reducing(whole, group, "profile", "async").finish)
+    return Message(size, lambda: AllReduceHandle(whole, group, "profile", "async").finish)
 
 
 def _all_to_all(group: AxisGroup, sent: int, empty: Callable[..., torch.Tensor]) -> Message:

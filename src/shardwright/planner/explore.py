@@ -22,8 +22,8 @@ from itertools import combinations
 from shardwright._errors import InputError
 from shardwright.cost.machine import Machine
 from shardwright.planner.candidate import Candidate, priced_in
-from shardwright.planner.floor import floors_of, joined
-from shardwright.planner.limits import Limits, Split, limits, split_like, split_of
+from shardwright.planner.floor import joined, rehearsed_bounds_of
+from shardwright.planner.limits import FormulaBound, Split, formula_bound, split_like, split_of
 from shardwright.planner.problem import Problem
 from shardwright.planner.space import CHUNKED, MODES, Mode
 from shardwright.site import Site
@@ -44,7 +44,7 @@ def candidates_of(problem: Problem) -> list[Candidate]:
     by_accumulation: dict[int, tuple[list[Site], dict[str, int]]] = {}
     machines: dict[tuple[tuple[str, int], ...], tuple[Machine, Hashable]] = {}
     splits: dict[Hashable, Split] = {}
-    same: dict[Hashable, tuple[list[str], Limits]] = {}  # the order of the axes that was met first
+    same: dict[Hashable, tuple[list[str], FormulaBound]] = {}  # the order of the axes that was met first
     for structure in problem.structures():
         mesh = tuple(structure.mesh.items())
         if mesh not in machines:
@@ -68,7 +68,9 @@ def candidates_of(problem: Problem) -> list[Candidate]:
                 about = structure, problem.family, sites, blocks, machine
                 usual = splits.get((structure.usual.split, structure.usual.feature_axes, accumulation))
                 splits[key] = split_like(usual, *about) if usual else split_of(*about, base.dtype)
-            known = limits(structure, sites, blocks, sizes, splits[key], machine, base.dtype, stored, problem.memory)
+            known = formula_bound(
+                structure, sites, blocks, sizes, splits[key], machine, base.dtype, stored, problem.memory
+            )
             same[alike] = order, known
         found.append(Candidate(structure, same[alike][1]))
     if not found and problem.level is not None and any(replace(problem, level=None).structures()):
@@ -101,36 +103,36 @@ def explore(
     problem: Problem, candidates: Sequence[Candidate], pool: Executor, until: float, tell: Tell
 ) -> tuple[list[Candidate], list[Candidate]]:
     """(candidates that were priced, those that were neither priced nor ruled out)."""
-    fitting = [each for each in candidates if each.limits.memory <= problem.memory]
-    chosen = fitting or sorted(candidates, key=lambda each: (not each.structure.plain, each.limits.memory))[:2]
+    fitting = [each for each in candidates if each.formula_bound.memory <= problem.memory]
+    chosen = fitting or sorted(candidates, key=lambda each: (not each.structure.plain, each.formula_bound.memory))[:2]
     tell(f"{len(candidates)} structures, {len(fitting)} of them within the budget by their parameters")
     now = time.monotonic()
-    chosen = _with_floors(problem, chosen, pool, now + 0.5 * (until - now), tell)
+    chosen = _with_rehearsed_bounds(problem, chosen, pool, now + 0.5 * (until - now), tell)
     looked_at: list[Candidate] = []
     left: list[Candidate] = []
     best, last = float("inf"), now + 0.6 * (until - now)
     for number, candidate in enumerate(chosen):
-        if candidate.limits.seconds >= best:
+        if candidate.formula_bound.seconds >= best:
             continue  # proven: no plan of it beats the best one
         if looked_at and time.monotonic() > last:
             left.append(candidate)
             continue
         tell(f"structure {number + 1} of {len(chosen)}: {candidate.structure.name}")
         priced = priced_in(problem, candidate, FIRST, pool)
-        if priced.frame is not None:
+        if priced.fixed_cost is not None:
             looked_at.append(priced)
             best = min(best, priced.seconds)
     looked_at.sort(key=lambda each: each.seconds)
     for modes in (MODES, MODES + CHUNKED):  # in modes that were left out they may be faster
         for number, candidate in enumerate(looked_at):
-            if not candidate.has(modes) and candidate.limits.seconds < best and time.monotonic() <= until:
+            if not candidate.has(modes) and candidate.formula_bound.seconds < best and time.monotonic() <= until:
                 tell(f"{candidate.structure.name}: {len(modes)} modes")
                 looked_at[number] = candidate = priced_in(problem, candidate, modes, pool)
                 best = min(best, candidate.seconds)
-    return looked_at, [each for each in left if each.limits.seconds < best]
+    return looked_at, [each for each in left if each.formula_bound.seconds < best]
 
 
-def _with_floors(
+def _with_rehearsed_bounds(
     problem: Problem, candidates: Sequence[Candidate], pool: Executor, until: float, tell: Tell
 ) -> list[Candidate]:
     """Candidates with what their operators take and save at least, plain ones first, most promising first.
@@ -138,22 +140,22 @@ def _with_floors(
     Those that the runtime refuses are left out.
     """
     promising = [each.structure for each in sorted(candidates, key=_promise)]
-    floors = floors_of(problem, promising, pool, until, tell) if time.monotonic() < until else {}
+    rehearsed_bounds = rehearsed_bounds_of(problem, promising, pool, until, tell) if time.monotonic() < until else {}
     found = []
     for each in candidates:
         kind = each.structure.split
-        floor = floors.get(kind) if kind in floors else joined(kind, floors)
-        if floor is not None:
-            above = each.limits.above(floor, each.structure.accumulation, problem.memory)
-            found.append(replace(each, limits=above))
-        elif kind not in floors:
+        rehearsed_bound = rehearsed_bounds.get(kind) if kind in rehearsed_bounds else joined(kind, rehearsed_bounds)
+        if rehearsed_bound is not None:
+            above = each.formula_bound.above(rehearsed_bound, each.structure.accumulation, problem.memory)
+            found.append(replace(each, formula_bound=above))
+        elif kind not in rehearsed_bounds:
             found.append(each)
     return sorted(found, key=lambda each: (not each.structure.plain, _promise(each)))
 
 
 def _promise(candidate: Candidate) -> tuple[float, int]:
     """A likely time, and how little memory."""
-    return candidate.limits.likely, candidate.limits.memory
+    return candidate.formula_bound.likely, candidate.formula_bound.memory
 
 
 def leaner(
@@ -169,10 +171,10 @@ def leaner(
     least_in_flight = [
         each for each in candidates if each.structure.in_flight == 1 or each.structure.level != "parameters"
     ]
-    for number, candidate in enumerate(sorted(least_in_flight, key=lambda each: each.limits.memory)):
+    for number, candidate in enumerate(sorted(least_in_flight, key=lambda each: each.formula_bound.memory)):
         known = found.get(candidate.structure, candidate)
         least = min((each.lean.peak for each in found.values() if each.lean), default=2**63)
-        if candidate.limits.memory >= least:
+        if candidate.formula_bound.memory >= least:
             break
         if known.has(MODES):
             continue
@@ -180,7 +182,7 @@ def leaner(
             unseen += 1
             continue
         priced = priced_in(problem, known, MODES, pool)
-        if priced.frame is not None:
+        if priced.fixed_cost is not None:
             found[candidate.structure] = priced
     return list(found.values()), unseen
 

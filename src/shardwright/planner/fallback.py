@@ -29,7 +29,7 @@ KEPT = "parameters, kept"
 
 
 @dataclass(frozen=True)
-class Way:
+class UnsplitOption:
     """One way to go. level: a sharding level, or `KEPT`. recomputed: whether backward computes blocks again."""
 
     plan: Plan
@@ -48,7 +48,7 @@ class Way:
 class Rehearsed:
     """A way, and what its rehearsals say: seconds of step 2, peak of the fullest rank in bytes."""
 
-    way: Way
+    option: UnsplitOption
     certificate: Certificate
 
     @property
@@ -98,11 +98,11 @@ def search_unsplit(ask: Asked, workers: int | None = None, tell: Tell = lambda l
         least = min(looked_at, key=lambda each: each.peak)
         raise DoesNotFit(
             f"memory: found {format_bytes(ask.memory)} ({ask.memory:,} bytes) a device; allowed: "
-            f"{format_bytes(least.peak)} ({least.peak:,} bytes) at least, with {least.way.name}"
+            f"{format_bytes(least.peak)} ({least.peak:,} bytes) at least, with {least.option.name}"
         )
     best = fitting[0]
     predicted = best.certificate.predicted() | {"time": best.seconds}
-    plan = best.certificate.written(best.way.plan).evolve(
+    plan = best.certificate.written(best.option.plan).evolve(
         predicted=predicted, objective=best.seconds, solve_time=time.monotonic() - started
     )
     return FoundUnsplit(ask, plan, best, tuple(looked_at))
@@ -118,11 +118,11 @@ def _of_kind(task: tuple[Any, Asked, str, bool]) -> list[Rehearsed]:
     """In a process of the pool: one kind in more and more micro-batches, until it fits."""
     config, ask, level, recomputed = task
     found: list[Rehearsed] = []
-    for way in _ways(ask, level, recomputed):
-        plan = way.plan
+    for option in _options(ask, level, recomputed):
+        plan = option.plan
         machine = Machine(ask.cluster, plan.mesh, plan.dtype, plan.backend, plan.stored_dtype)
         try:
-            found.append(Rehearsed(way, certifying(config, plan, machine=machine)({})))
+            found.append(Rehearsed(option, certifying(config, plan, machine=machine)({})))
         except InputError:
             if recomputed:  # no block of this model can be
                 return []
@@ -132,7 +132,7 @@ def _of_kind(task: tuple[Any, Asked, str, bool]) -> list[Rehearsed]:
     return found
 
 
-def _ways(ask: Asked, level: str, recomputed: bool) -> Iterator[Way]:
+def _options(ask: Asked, level: str, recomputed: bool) -> Iterator[UnsplitOption]:
     base, devices, pieces = ask.base, ask.cluster.devices, 1
     stored = {"level": "parameters", "keep": True} if level == KEPT else level
     while base.batch % (pieces * devices) == 0:
@@ -143,5 +143,5 @@ def _ways(ask: Asked, level: str, recomputed: bool) -> Iterator[Way]:
             params={"*": stored},
             recompute={"*": "block"} if recomputed else {},
         )
-        yield Way(plan, level, recomputed)
+        yield UnsplitOption(plan, level, recomputed)
         pieces *= 2

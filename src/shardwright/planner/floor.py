@@ -32,7 +32,7 @@ Kind = tuple[int, int, str, tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class FloorOfPart:
+class PartBound:
     """Of a unit's attention, or MLP, in all micro-batches together: seconds of its operators, seconds that recomputing
     it adds, and bytes that it saves for its backward.
     """
@@ -43,21 +43,21 @@ class FloorOfPart:
 
 
 @dataclass(frozen=True)
-class Floor:
+class RehearsedBound:
     """What every plan needs whose structure splits features alike, whatever its level, its modes, its micro-batches.
 
     frame: seconds of a step's operators outside of the blocks, the optimizer's excepted. No communication, no waiting,
     nothing recomputed. units: of blocks, each of the two ``parts`` (attention, MLP).
     """
 
-    frame: float
+    fixed_cost: float
     units: int
-    parts: tuple[FloorOfPart, FloorOfPart]
+    parts: tuple[PartBound, PartBound]
 
     @property
     def seconds(self) -> float:
         """Of a step."""
-        return self.frame + self.units * sum(part.seconds for part in self.parts)
+        return self.fixed_cost + self.units * sum(part.seconds for part in self.parts)
 
     @property
     def again(self) -> float:
@@ -69,16 +69,16 @@ class Floor:
         """Bytes that a unit saves which is not recomputed."""
         return sum(part.saved for part in self.parts)
 
-    def with_mlp_of(self, other: Floor) -> Floor:
+    def with_mlp_of(self, other: RehearsedBound) -> RehearsedBound:
         """The floor where attention is split as here, and the MLP as there: what lies between them is left out."""
-        return Floor(min(self.frame, other.frame), self.units, (self.parts[0], other.parts[1]))
+        return RehearsedBound(min(self.fixed_cost, other.fixed_cost), self.units, (self.parts[0], other.parts[1]))
 
 
 SMALL_VOCABULARY = 64
 """Classes a rank of those that split the vocabulary, where the loss is not what is asked about."""
 
 
-def floor(family: Family, config: Any, plan: Plan, machine: Machine) -> Floor:
+def rehearsed_bound(family: Family, config: Any, plan: Plan, machine: Machine) -> RehearsedBound:
     """The floor of a plan's structure. The plan's blocks go one way, with one micro-batch and nothing recomputed.
 
     One step of two units of like blocks is rehearsed. The first one is recomputed: what it takes more than the second
@@ -109,12 +109,12 @@ def floor(family: Family, config: Any, plan: Plan, machine: Machine) -> Floor:
         if unit is second and piece.phase == "forward":
             saved[piece.part] += piece.saved
 
-    def of(part: str) -> FloorOfPart:
+    def of(part: str) -> PartBound:
         once = seconds[second, part]
-        return FloorOfPart(once, seconds[first, part] - once if first else 0.0, saved[part])
+        return PartBound(once, seconds[first, part] - once if first else 0.0, saved[part])
 
-    frame = seconds[None, ""] + _head(head, plan, machine)
-    return Floor(frame, run.length // run.period, (of("attention"), of("mlp")))
+    fixed_cost = seconds[None, ""] + _head(head, plan, machine)
+    return RehearsedBound(fixed_cost, run.length // run.period, (of("attention"), of("mlp")))
 
 
 def _head(head: Site, plan: Plan, machine: Machine) -> float:
@@ -124,34 +124,37 @@ def _head(head: Site, plan: Plan, machine: Machine) -> float:
     return 3 * machine.product(here.cut(head.m, layout.m), n, k)
 
 
-def floors_of(
+def rehearsed_bounds_of(
     problem: Problem, structures: Iterable[Structure], pool: Executor, until: float, tell: Callable[[str], None]
-) -> dict[Kind, Floor | None]:
+) -> dict[Kind, RehearsedBound | None]:
     """How plain structures split features → their floor, the first ones first; None where the runtime refuses it."""
     probes: dict[Kind, Structure] = {}
     for structure in structures:
         if structure.plain:
             probes.setdefault(structure.split, structure)
-    tasks = {kind: pool.submit(_floor, (problem, probe)) for kind, probe in probes.items()}
-    floors: dict[Kind, Floor | None] = {}
+    tasks = {kind: pool.submit(_rehearsed_bound, (problem, probe)) for kind, probe in probes.items()}
+    rehearsed_bounds: dict[Kind, RehearsedBound | None] = {}
     for kind, task in tasks.items():
         if time.monotonic() < until or task.done():
-            tell(f"floor {len(floors) + 1} of {len(tasks)}")
-            floors[kind] = task.result()
+            tell(f"rehearsed bound {len(rehearsed_bounds) + 1} of {len(tasks)}")
+            rehearsed_bounds[kind] = task.result()
         else:
             task.cancel()
-    return floors
+    return rehearsed_bounds
 
 
-def joined(kind: Kind, floors: Mapping[Kind, Floor | None]) -> Floor | None:
+def joined(kind: Kind, rehearsed_bounds: Mapping[Kind, RehearsedBound | None]) -> RehearsedBound | None:
     """The floor where attention and the MLP have different grids, from those where they have the same."""
     j, l, stream, grids = kind  # noqa: E741
-    of = {"grid": floors.get((j, l, stream, GRIDS[0])), "flat": floors.get((j * l, 1, stream, GRIDS[0]))}
+    of = {
+        "grid": rehearsed_bounds.get((j, l, stream, GRIDS[0])),
+        "flat": rehearsed_bounds.get((j * l, 1, stream, GRIDS[0])),
+    }
     attention, mlp = (of[grid] for grid in grids)
     return attention.with_mlp_of(mlp) if attention is not None and mlp is not None else None
 
 
-def _floor(task: tuple[Problem, Structure]) -> Floor | None:
+def _rehearsed_bound(task: tuple[Problem, Structure]) -> RehearsedBound | None:
     """The floor of all structures that split features like this one, in a process of the pool; None where the runtime
     refuses the layout.
     """
@@ -161,6 +164,6 @@ def _floor(task: tuple[Problem, Structure]) -> Floor | None:
     leanest = Mode("blocking", "shard")
     plan = problem.plan(probe, [(leanest, leanest, "none")] * problem.config.num_hidden_layers)
     try:
-        return floor(problem.family, problem.config, plan, problem.machine(probe))
+        return rehearsed_bound(problem.family, problem.config, plan, problem.machine(probe))
     except InputError:
         return None

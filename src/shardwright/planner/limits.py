@@ -15,7 +15,7 @@ from shardwright.cost.machine import ITEMSIZE, Machine
 from shardwright.cost.place import Here
 from shardwright.layout import GridLayout
 from shardwright.models import Family
-from shardwright.planner.floor import Floor
+from shardwright.planner.floor import RehearsedBound
 from shardwright.planner.space import Mode, Structure
 from shardwright.site import Site
 
@@ -23,7 +23,7 @@ KEEP = Mode("blocking", "gathered")
 
 
 @dataclass(frozen=True)
-class Limits:
+class FormulaBound:
     """Of one structure: ``seconds`` and ``memory`` (bytes) that its best plan needs at least; the rest are guesses.
 
     inputs: of ``memory`` those bytes that are inputs of blocks. beyond: seconds that a likely plan takes on top of its
@@ -42,17 +42,21 @@ class Limits:
         """Seconds that a likely plan takes."""
         return self.seconds + self.beyond + self.recomputed
 
-    def above(self, floor: Floor, accumulation: int, budget: int) -> Limits:
+    def above(self, rehearsed_bound: RehearsedBound, accumulation: int, budget: int) -> FormulaBound:
         """The limits, now that a rehearsal told what units of blocks take and save.
 
         What is alive when backward begins: ``memory``, and what the blocks save beyond their inputs that are not
         recomputed. So at least so many are that the others' has room, and each of them runs its forward again.
         """
-        units = floor.units
-        more = floor.saved // accumulation - self.inputs // units
+        units = rehearsed_bound.units
+        more = rehearsed_bound.saved // accumulation - self.inputs // units
         lacking = self.memory + units * more - budget
         recomputed = min(units, -(-lacking // more)) if more > 0 and lacking > 0 else 0
-        return replace(self, seconds=max(self.seconds, floor.seconds + recomputed * floor.again), recomputed=0.0)
+        return replace(
+            self,
+            seconds=max(self.seconds, rehearsed_bound.seconds + recomputed * rehearsed_bound.again),
+            recomputed=0.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def _laid_out(
         yield site, structure.layout(site, KEEP, family.in_attention(site)), times
 
 
-def limits(
+def formula_bound(
     structure: Structure,
     sites: Sequence[Site],
     blocks: int,
@@ -126,7 +130,7 @@ def limits(
     dtype: str,
     stored: str,
     budget: int,
-) -> Limits:
+) -> FormulaBound:
     """The limits of a structure.
 
     sites: as for ``split_of``. sizes: site → parameters of it that no other site has. budget: bytes.
@@ -140,7 +144,7 @@ def limits(
     memory = _stored(structure, parameters, element, ITEMSIZE[stored]) + inputs
     saved = blocks * _saved(structure, sites, element)
     recomputed = min(1.0, max(0.0, memory + saved - budget) / saved) if saved else 0.0
-    return Limits(most, memory, inputs, features + max(0.0, tokens - products), recomputed * products / 3)
+    return FormulaBound(most, memory, inputs, features + max(0.0, tokens - products), recomputed * products / 3)
 
 
 def _tokens(structure: Structure, whole: int, machine: Machine) -> float:

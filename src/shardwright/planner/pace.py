@@ -52,7 +52,7 @@ def short_runs(family: Family, config: Any, plan: Plan, rank: int, radius: int, 
         return [shortened(run, radius, units) for run in found]
     short, bins = list[Run](), SETTLING * (2 if units > 1 and plan.accumulation > 1 else 1)
     for run in found:
-        period = pace(family, config, plan, rank, range(run.start, run.start + run.period))
+        period = bucket_period(family, config, plan, rank, range(run.start, run.start + run.period))
         if period is None:
             return found
         around = max(radius, period)
@@ -60,7 +60,7 @@ def short_runs(family: Family, config: Any, plan: Plan, rank: int, radius: int, 
     return short
 
 
-def pace(family: Family, config: Any, plan: Plan, rank: int, unit: Sequence[int]) -> int | None:
+def bucket_period(family: Family, config: Any, plan: Plan, rank: int, unit: Sequence[int]) -> int | None:
     """After how many blocks, in whole units, the bins are as full as before; None where that is not so.
 
     unit: numbers of the blocks of one. Its blocks need not be alike, but for what they fill.
@@ -88,7 +88,7 @@ def cap_of(config: Any, plan: Plan, blocks: int) -> int:
         if len(shape) == 1:
             each[load.bins] = each.get(load.bins, 0) + load.bytes
     cap = 2 * blocks * max(each.values(), default=0)
-    around = pace(family, config, plan.evolve(bucket=cap), 0, [0])
+    around = bucket_period(family, config, plan.evolve(bucket=cap), 0, [0])
     if not cap or around != blocks:
         raise InputError(
             f"bucket: found bins that come round after {around} blocks; allowed: norms and biases that fill them with "
@@ -107,7 +107,7 @@ def _loads(
         model = models.build_meta(few, plan.stored_dtype)
         with ShortFakeMode():
             schedule = put(model, mesh, of_few, source=Unfilled(torch.device("cpu"))).parameter_store.schedule
-            for unit in schedule.units:
+            for unit in schedule.param_groups:
                 block = Names(family.blocks).block(unit.name)
                 if block is not None:
                     shapes_and_loads = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwright.planner.candidate import Candidate, told
-from shardwright.planner.solve import Mix, fastest, leanest
+from shardwright.planner.solve import Assignment, fastest, leanest
 
 FINEST = 25
 """Steps between two points are at least this share (1/25) of the larger peak: what differs by less is one point."""
@@ -61,20 +61,20 @@ def knobs(points: Sequence[Point]) -> tuple[Knob, ...]:
 
 
 def _walk(candidate: Candidate, most: int | None, finest: int) -> Iterable[Point]:
-    if candidate.frame is None:
+    if candidate.fixed_cost is None:
         return
-    frame, ways, units = candidate.frame, candidate.ways, candidate.units
-    least = leanest(frame, ways, units)
+    fixed_cost, options, units = candidate.fixed_cost, candidate.options, candidate.units
+    least = leanest(fixed_cost, options, units)
     budget = most if most is not None else 2**60
     while least.peak <= budget:
-        mix = fastest(frame, ways, units, budget)
-        if mix is None:
+        assignment = fastest(fixed_cost, options, units, budget)
+        if assignment is None:
             return
-        yield _point(candidate, mix)
-        budget = mix.peak - max(1, mix.peak // finest)
+        yield _point(candidate, assignment)
+        budget = assignment.peak - max(1, assignment.peak // finest)
     if most is None or least.peak <= most:
-        yield _point(candidate, fastest(frame, ways, units, least.peak) or least)
+        yield _point(candidate, fastest(fixed_cost, options, units, least.peak) or least)
 
 
-def _point(candidate: Candidate, mix: Mix) -> Point:
-    return Point(mix.peak, mix.seconds, candidate.structure.name, told(candidate, mix))
+def _point(candidate: Candidate, assignment: Assignment) -> Point:
+    return Point(assignment.peak, assignment.seconds, candidate.structure.name, told(candidate, assignment))

@@ -18,7 +18,7 @@ from shardwright.planner.compose import Unit
 from shardwright.planner.pace import short_runs
 from shardwright.planner.pieces import Piece, cut
 from shardwright.planner.runs import rehearse_few
-from shardwright.planner.solve import Frame, Way
+from shardwright.planner.solve import BlockOption, FixedCost
 from shardwright.planner.space import Mode
 from shardwright.trace import Trace
 from shardwright.trace.timeline import timeline
@@ -69,10 +69,10 @@ class Price:
             earlier=earlier,
         )
 
-    def way(self, name: str) -> Way:
+    def option(self, name: str) -> BlockOption:
         """The price as the solver reads it."""
         passages = self.forward + self.backward
-        return Way(
+        return BlockOption(
             name,
             sum(self.earlier) + sum(each.seconds for each in passages),
             self.resident,
@@ -96,7 +96,7 @@ class Priced:
     """A block's price, and the frame around the blocks that was rehearsed with it."""
 
     price: Price
-    frame: Frame
+    fixed_cost: FixedCost
     period: int
 
 
@@ -123,8 +123,8 @@ def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode,
     pieces = cut(trace, family.blocks, family.attention, family.block_norms[0])
     unit = Unit.of(trace, family.blocks, range(middle, middle + short.period), 0)
     one, seconds = _price_of(trace, pieces, unit, again, machine, mode, recompute)
-    frame = _frame(pieces, one.way(""), short.kept // short.period, seconds)
-    return Priced(one, replace(frame, resident=frame.resident + left_out), short.period)
+    fixed_cost = _fixed_cost(pieces, one.option(""), short.kept // short.period, seconds)
+    return Priced(one, replace(fixed_cost, resident=fixed_cost.resident + left_out), short.period)
 
 
 def _price_of(
@@ -191,7 +191,7 @@ def _passages(pieces: Sequence[Piece], seconds: Mapping[int, float]) -> tuple[Pa
     return tuple(found)
 
 
-def _frame(pieces: Sequence[Piece], way: Way, units: int, seconds: float) -> Frame:
+def _fixed_cost(pieces: Sequence[Piece], option: BlockOption, units: int, seconds: float) -> FixedCost:
     """What is not the blocks': levels of the last micro-batch less what ``units`` blocks hold there."""
     last = max(piece.micro for piece in pieces if piece.step == 2)
     micro = [piece for piece in pieces if piece.step == 2 and (piece.micro == last or piece.phase == "step")]
@@ -199,13 +199,13 @@ def _frame(pieces: Sequence[Piece], way: Way, units: int, seconds: float) -> Fra
     turn = next(index for index in inside if micro[index].phase == "backward")
     up = max(index for index in inside if micro[index].phase == "forward")
     before, between, after = micro[: inside[0]], micro[up + 1 : turn], micro[inside[-1] + 1 :]
-    resident = before[0].start - units * way.resident
+    resident = before[0].start - units * option.resident
     rise = sum(piece.end - piece.start for piece in before)
-    held = before[0].start + rise + units * way.forward
+    held = before[0].start + rise + units * option.forward
     middle = sum(piece.end - piece.start for piece in between)
-    end = held + middle + units * way.backward
-    return Frame(
-        seconds - units * way.seconds,
+    end = held + middle + units * option.backward
+    return FixedCost(
+        seconds - units * option.seconds,
         resident,
         rise,
         max(piece.most for piece in before) - before[0].start,

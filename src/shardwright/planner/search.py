@@ -23,7 +23,7 @@ from shardwright.planner.certify import Certificate, Expected, certifying
 from shardwright.planner.compose import Composed, Known, composed_of, composing
 from shardwright.planner.explore import Tell, candidates_of, explore, leaner, rehearsing
 from shardwright.planner.problem import Problem
-from shardwright.planner.solve import Mix
+from shardwright.planner.solve import Assignment
 from shardwright.planner.space import MODES
 
 WIDELY = 0.8
@@ -44,7 +44,7 @@ class Found:
     problem: Problem
     plan: Plan
     candidate: Candidate
-    mix: Mix
+    assignment: Assignment
     composed: Composed
     certificate: Certificate
     looked_at: tuple[Candidate, ...]
@@ -69,22 +69,24 @@ def search(
         settled = _first_that_settles(problem, looked_at, failed, pool, tell)
         if settled is None:
             raise DoesNotFit(_least(problem, looked_at, len(left), pool))
-        best, (mix, composed, plan, certified) = settled
+        best, (assignment, composed, plan, certified) = settled
         tell(f"{best.structure.name}: certifying")
         certificate = certified(composed.expected())
-    bound = min([mix.seconds, *(each.bound for each in looked_at), *(each.limits.seconds for each in left)])
+    bound = min(
+        [assignment.seconds, *(each.bound for each in looked_at), *(each.formula_bound.seconds for each in left)]
+    )
     predicted = certificate.predicted()
     predicted["time"] = certificate.seconds
     plan = certificate.written(plan).evolve(
         predicted=predicted,
-        objective=mix.seconds,
+        objective=assignment.seconds,
         bound=bound,
-        gap=(mix.seconds - bound) / mix.seconds,
+        gap=(assignment.seconds - bound) / assignment.seconds,
         solve_time=time.monotonic() - started,
     )
     others = [each for each in looked_at if each not in failed and each is not best]
-    told_of = (best, *others, *(replace(each, mix=None) for each in failed))
-    return Found(problem, plan, best, mix, composed, certificate, told_of, tuple(left), bound)
+    told_of = (best, *others, *(replace(each, assignment=None) for each in failed))
+    return Found(problem, plan, best, assignment, composed, certificate, told_of, tuple(left), bound)
 
 
 def _priced(
@@ -93,13 +95,13 @@ def _priced(
     """(candidates that were priced, fastest first, the fastest in more modes than others; those that were not)."""
     candidates, until = candidates_of(problem), started + seconds
     looked_at, left = explore(problem, candidates, pool, started + WIDELY * seconds, tell)
-    if not any(candidate.mix for candidate in looked_at):
+    if not any(candidate.assignment for candidate in looked_at):
         looked_at, unseen = leaner(problem, candidates, looked_at, pool, until)
         seen = {each.structure for each in looked_at}
         left = [each for each in left if each.structure not in seen]
-        if not any(candidate.mix for candidate in looked_at):
+        if not any(candidate.assignment for candidate in looked_at):
             raise DoesNotFit(_least(problem, looked_at, unseen, pool))
-    best = min((candidate for candidate in looked_at if candidate.mix), key=lambda each: each.seconds)
+    best = min((candidate for candidate in looked_at if candidate.assignment), key=lambda each: each.seconds)
     others = [each for each in looked_at if each is not best]
     tell(f"{best.structure.name}: all modes")
     beside = improved(problem, priced_in(problem, best, MODES, pool), left, pool, until, tell)
@@ -108,7 +110,7 @@ def _priced(
     return looked_at, [each for each in left if each.structure not in seen]
 
 
-Settled = tuple[Mix, Composed, Plan, Callable[[Expected], Certificate]]
+Settled = tuple[Assignment, Composed, Plan, Callable[[Expected], Certificate]]
 """A mix whose plan is within the budget to the byte, and its certificate, which is being made."""
 
 
@@ -117,7 +119,7 @@ def _first_that_settles(
 ) -> tuple[Candidate, Settled] | None:
     """The fastest candidate whose plan is within the budget to the byte; ``failed`` takes those that were faster."""
     for candidate in looked_at:
-        if candidate.mix is None:
+        if candidate.assignment is None:
             break
         tell(f"{candidate.structure.name}: composing")
         settled = _settle(problem, candidate, pool)
@@ -135,16 +137,16 @@ def _settle(problem: Problem, candidate: Candidate, pool: Executor) -> Settled |
     """
     budget, known = problem.memory, Known()
     for attempt in range(ATTEMPTS + 1):
-        mix = (candidate.within(budget) if attempt < ATTEMPTS else None) or candidate.lean
-        assert mix is not None
-        plan = problem.plan(candidate.structure, candidate.blocks(mix))
+        assignment = (candidate.within(budget) if attempt < ATTEMPTS else None) or candidate.lean
+        assert assignment is not None
+        plan = problem.plan(candidate.structure, candidate.blocks(assignment))
         machine = problem.machine(candidate.structure)
         composed_of_all = composing(problem.config, plan, pool, known)
         certified = certifying(problem.config, plan, pool, machine) if attempt == 0 else None
         composed = composed_of_all()
         if composed.peak <= problem.memory:
-            return mix, composed, plan, certified or certifying(problem.config, plan, pool, machine)
-        if mix is candidate.lean:
+            return assignment, composed, plan, certified or certifying(problem.config, plan, pool, machine)
+        if assignment is candidate.lean:
             break
         budget -= composed.peak - problem.memory
     return None
@@ -156,11 +158,11 @@ def _least(problem: Problem, looked_at: Sequence[Candidate], unseen: int, pool: 
     known = [(each.lean, each) for each in looked_at if each.lean]
     if not known:
         return f"{found}more, or more devices"
-    mix, candidate = min(known, key=lambda pair: pair[0].peak)
-    plan = problem.plan(candidate.structure, candidate.blocks(mix))
-    least = max(mix.peak, composed_of(problem.config, plan, pool).peak)
+    assignment, candidate = min(known, key=lambda pair: pair[0].peak)
+    plan = problem.plan(candidate.structure, candidate.blocks(assignment))
+    least = max(assignment.peak, composed_of(problem.config, plan, pool).peak)
     return (
         f"{found}{format_bytes(least)} ({least:,} bytes) at least, with {candidate.structure.name}, "
-        f"{told(candidate, mix)}, a step of {mix.seconds * 1e3:.4g} ms"
+        f"{told(candidate, assignment)}, a step of {assignment.seconds * 1e3:.4g} ms"
         + (f" ({unseen} more structures, which may need less, were not looked at: there was no time)" if unseen else "")
     )

@@ -33,7 +33,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Way:
+class BlockOption:
     """One way for a block to go: seconds of a step, and bytes (the module's table).
 
     resident: r. forward: f, forward_top: F. backward: b, backward_top: G.
@@ -49,7 +49,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Frame:
+class FixedCost:
     """All but the blocks: seconds T₀, bytes R₀, what its parts add (p, q) and need at most (pre, mid, post)."""
 
     seconds: float
@@ -62,7 +62,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Mix:
+class Assignment:
     """A solution: how many blocks go each way; seconds; a bound that no mix beats; bytes at the worst moment."""
 
     counts: tuple[int, ...]
@@ -76,50 +76,50 @@ class Mix:
         return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds else 0.0
 
 
-def seconds_of(frame: Frame, ways: Sequence[Way], counts: Sequence[int]) -> float:
+def seconds_of(fixed_cost: FixedCost, options: Sequence[BlockOption], counts: Sequence[int]) -> float:
     """The objective of a mix."""
-    return frame.seconds + sum(way.seconds * count for way, count in zip(ways, counts, strict=True))
+    return fixed_cost.seconds + sum(option.seconds * count for option, count in zip(options, counts, strict=True))
 
 
-def peak_of(frame: Frame, ways: Sequence[Way], counts: Sequence[int]) -> int:
+def peak_of(fixed_cost: FixedCost, options: Sequence[BlockOption], counts: Sequence[int]) -> int:
     """Bytes alive at the worst moment of a mix, line by line as the module's table has them."""
-    resident = frame.resident + sum(way.resident * count for way, count in zip(ways, counts, strict=True))
-    moments, alive = [resident + frame.before_top], resident + frame.before
-    for way, count in zip(ways, counts, strict=True):
+    resident = fixed_cost.resident + sum(option.resident * count for option, count in zip(options, counts, strict=True))
+    moments, alive = [resident + fixed_cost.before_top], resident + fixed_cost.before
+    for option, count in zip(options, counts, strict=True):
         if count:
-            moments += [alive + way.forward_top, alive + way.forward * (count - 1) + way.forward_top]
-            alive += way.forward * count
-    moments.append(alive + frame.between_top)
-    alive += frame.between
-    for way, count in reversed(list(zip(ways, counts, strict=True))):
+            moments += [alive + option.forward_top, alive + option.forward * (count - 1) + option.forward_top]
+            alive += option.forward * count
+    moments.append(alive + fixed_cost.between_top)
+    alive += fixed_cost.between
+    for option, count in reversed(list(zip(options, counts, strict=True))):
         if count:
-            moments += [alive + way.backward_top, alive + way.backward * (count - 1) + way.backward_top]
-            alive += way.backward * count
-    return max(*moments, alive + frame.after_top)
+            moments += [alive + option.backward_top, alive + option.backward * (count - 1) + option.backward_top]
+            alive += option.backward * count
+    return max(*moments, alive + fixed_cost.after_top)
 
 
-def fastest(frame: Frame, ways: Sequence[Way], blocks: int, budget: int) -> Mix | None:
+def fastest(fixed_cost: FixedCost, options: Sequence[BlockOption], blocks: int, budget: int) -> Assignment | None:
     """The fastest mix of ``blocks`` blocks within ``budget`` bytes; None where there is none."""
-    program = _Program(frame, ways, blocks)
+    program = _Program(fixed_cost, options, blocks)
     program.within(budget)
-    return program.solve([way.seconds for way in ways], 0.0, frame.seconds)
+    return program.solve([option.seconds for option in options], 0.0, fixed_cost.seconds)
 
 
-def leanest(frame: Frame, ways: Sequence[Way], blocks: int) -> Mix:
+def leanest(fixed_cost: FixedCost, options: Sequence[BlockOption], blocks: int) -> Assignment:
     """The mix that needs least memory (its ``peak``)."""
-    program = _Program(frame, ways, blocks)
+    program = _Program(fixed_cost, options, blocks)
     program.within(None)
-    costs = [way.seconds for way in ways]
-    found = program.solve([0.0] * len(ways), 1.0, 0.0)
+    costs = [option.seconds for option in options]
+    found = program.solve([0.0] * len(options), 1.0, 0.0)
     assert found is not None  # without a budget every mix is allowed
     while True:  # the solver weighs peaks by its tolerance, a budget is kept to the byte
         program.within(found.peak - 1)
-        leaner = program.solve(costs, 0.0, frame.seconds)
+        leaner = program.solve(costs, 0.0, fixed_cost.seconds)
         if leaner is None:
             break
         found = leaner
-    seconds = seconds_of(frame, ways, found.counts)
-    return Mix(found.counts, seconds, seconds, found.peak)
+    seconds = seconds_of(fixed_cost, options, found.counts)
+    return Assignment(found.counts, seconds, seconds, found.peak)
 
 
 class _Program:
@@ -137,34 +137,34 @@ class _Program:
     TOLERANCE = 1e-9
     DEAREST = 1e3
 
-    def __init__(self, frame: Frame, ways: Sequence[Way], blocks: int):
-        self.frame, self.ways, self.blocks = frame, ways, blocks
+    def __init__(self, fixed_cost: FixedCost, options: Sequence[BlockOption], blocks: int):
+        self.fixed_cost, self.options, self.blocks = fixed_cost, options, blocks
         self._rows: list[tuple[list[float], list[float], float]] = []  # coefficients of x and y, constant
         self._lines()
 
     def _lines(self) -> None:
-        frame, ways, each = self.frame, self.ways, range(len(self.ways))
-        resident = [float(way.resident) for way in ways]
-        self._line(resident, frame.resident + frame.before_top)
-        base = frame.resident + frame.before
-        for k, way in enumerate(ways):
-            first = [resident[j] + (ways[j].forward if j < k else 0) for j in each]
-            self._line(first, base + way.forward_top, k)
-            last = [resident[j] + (ways[j].forward if j <= k else 0) for j in each]
-            self._line(last, base + way.forward_top - way.forward, k)
-        held = [resident[j] + ways[j].forward for j in each]
-        self._line(held, base + frame.between_top)
-        base += frame.between
-        for k, way in enumerate(ways):
-            last = [held[j] + (ways[j].backward if j > k else 0) for j in each]
-            self._line(last, base + way.backward_top, k)
-            first = [held[j] + (ways[j].backward if j >= k else 0) for j in each]
-            self._line(first, base + way.backward_top - way.backward, k)
-        self._line([held[j] + ways[j].backward for j in each], base + frame.after_top)
+        fixed_cost, options, each = self.fixed_cost, self.options, range(len(self.options))
+        resident = [float(option.resident) for option in options]
+        self._line(resident, fixed_cost.resident + fixed_cost.before_top)
+        base = fixed_cost.resident + fixed_cost.before
+        for k, option in enumerate(options):
+            first = [resident[j] + (options[j].forward if j < k else 0) for j in each]
+            self._line(first, base + option.forward_top, k)
+            last = [resident[j] + (options[j].forward if j <= k else 0) for j in each]
+            self._line(last, base + option.forward_top - option.forward, k)
+        held = [resident[j] + options[j].forward for j in each]
+        self._line(held, base + fixed_cost.between_top)
+        base += fixed_cost.between
+        for k, option in enumerate(options):
+            last = [held[j] + (options[j].backward if j > k else 0) for j in each]
+            self._line(last, base + option.backward_top, k)
+            first = [held[j] + (options[j].backward if j >= k else 0) for j in each]
+            self._line(first, base + option.backward_top - option.backward, k)
+        self._line([held[j] + options[j].backward for j in each], base + fixed_cost.after_top)
 
     def _line(self, x: list[float], constant: float, k: int | None = None) -> None:
         """Alive = Σ x·coefficients + constant; with k it counts only where x_k > 0."""
-        y = [0.0] * len(self.ways)
+        y = [0.0] * len(self.options)
         if k is not None:  # switched off by as much as the line can be at most
             most = max(0.0, max(x)) * self.blocks + abs(constant)
             y[k], constant = most, constant - most
@@ -174,7 +174,7 @@ class _Program:
         """What is alive at every moment is at most the budget; None: at most z."""
         self.budget = budget
 
-    def solve(self, costs: Sequence[float], peak_cost: float, constant: float) -> Mix | None:
+    def solve(self, costs: Sequence[float], peak_cost: float, constant: float) -> Assignment | None:
         """Least Σ costs·x + peak_cost·z."""
         dearest = max((abs(cost) for cost in costs), default=0.0)
         scaled = self.DEAREST / dearest if dearest else 1.0
@@ -183,19 +183,19 @@ class _Program:
             model.run()
             if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
                 return None
-            counts = tuple(round(value) for value in model.getSolution().col_value[: len(self.ways)])
-            peak = peak_of(self.frame, self.ways, counts)
+            counts = tuple(round(value) for value in model.getSolution().col_value[: len(self.options)])
+            peak = peak_of(self.fixed_cost, self.options, counts)
             if self.budget is None or peak <= self.budget:
                 break
             self._forbid(model, counts)
-        seconds, info = seconds_of(self.frame, self.ways, counts), model.getInfo()
+        seconds, info = seconds_of(self.fixed_cost, self.options, counts), model.getInfo()
         bound = seconds  # a gap of 0 says that nothing is left to look at; mip_dual_bound may lag behind then
         if info.mip_gap > 0:
             bound = min(seconds, constant + float(info.mip_dual_bound) / scaled)
-        return Mix(counts, seconds, bound, peak)
+        return Assignment(counts, seconds, bound, peak)
 
     def _model(self, costs: Sequence[float], peak_cost: float) -> highspy.Highs:
-        count, infinite = len(self.ways), highspy.kHighsInf
+        count, infinite = len(self.options), highspy.kHighsInf
         model = _silent_solver()
         options = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "threads": 1, "small_matrix_value": 1e-12}
         kinds = ("mip_feasibility", "primal_feasibility", "dual_feasibility")

@@ -28,7 +28,7 @@ def headline(found: Found) -> list[str]:
     priced, left = len(found.looked_at), len(found.left)
     lines = [
         f"plan        {found.candidate.structure.name}",
-        f"blocks      {told(found.candidate, found.mix)}",
+        f"blocks      {told(found.candidate, found.assignment)}",
         f"step        {_ms(plan.objective)} for {tokens:,} tokens: {speed:,.0f} tokens/s a device",
         f"timeline    {_ms(plan.predicted.time or 0.0)} of the certified rehearsal, by the same model of the machine",
         f"peak        {format_bytes(peak)} ({peak:,} bytes), {format_bytes(room - peak)} below the budget",
@@ -54,12 +54,12 @@ def candidates_json(found: Found) -> list[dict[str, Any]]:
     """The same as plain data: seconds and peak (bytes) of the fastest that fits, or the least that it needs."""
     rows = []
     for each in found.looked_at:
-        fits = each.mix is not None
-        mix = each.mix or each.lean
+        fits = each.assignment is not None
+        assignment = each.assignment or each.lean
         if each.structure == found.candidate.structure:
             why = "this is the plan"
-        elif each.mix is not None:
-            why = f"{_ms(each.mix.seconds - found.mix.seconds)} slower"
+        elif each.assignment is not None:
+            why = f"{_ms(each.assignment.seconds - found.assignment.seconds)} slower"
         elif each.lean is not None:
             over = each.lean.peak - found.problem.memory
             why = f"needs {format_bytes(each.lean.peak)} at least, {format_bytes(over)} over the budget"
@@ -70,10 +70,10 @@ def candidates_json(found: Found) -> list[dict[str, Any]]:
         rows.append(
             {
                 "structure": each.structure.name,
-                "seconds": mix.seconds if mix else None,
-                "peak": mix.peak if mix else None,
+                "seconds": assignment.seconds if assignment else None,
+                "peak": assignment.peak if assignment else None,
                 "fits": fits,
-                "blocks": told(each, mix) if mix else None,
+                "blocks": told(each, assignment) if assignment else None,
                 "why_not": why,
             }
         )
@@ -147,7 +147,7 @@ def found_json(found: Found, points: tuple[Point, ...], knobs: tuple[Knob, ...])
         "composed": found.composed.expected(),
         "solve_time": found.plan.solve_time,
         "candidates": candidates_json(found),
-        "left": [{"structure": each.structure.name, "bound": each.limits.seconds} for each in found.left],
+        "left": [{"structure": each.structure.name, "bound": each.formula_bound.seconds} for each in found.left],
         "curve": [_point(point) for point in points],
         "knobs": [{"saved": k.saved, "lost": k.lost, "gib_per_ms": k.gib_per_ms, "to": _point(k.to)} for k in knobs],
         "sites": [

@@ -16,7 +16,7 @@ def headline(found: FoundUnsplit) -> list[str]:
     tokens, devices = ask.base.batch * ask.base.sequence, ask.cluster.devices
     speed = tokens / best.seconds / devices
     return [
-        f"plan        data={plan.mesh['data']}, {best.way.name}; linears unsplit, since the model has no rule table",
+        f"plan        data={plan.mesh['data']}, {best.option.name}; linears unsplit, since the model has no rule table",
         f"step        {best.seconds * 1e3:,.4g} ms for {tokens:,} tokens: {speed:,.0f} tokens/s a device",
         f"peak        {format_bytes(best.peak)} ({best.peak:,} bytes), "
         f"{format_bytes(ask.memory - best.peak)} below the budget",
@@ -32,7 +32,7 @@ def ways_table(found: FoundUnsplit) -> Table:
         table.add_column(head, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for each in found.looked_at:
         seconds = f"{each.seconds * 1e3:,.4g} ms"
-        table.add_row(each.way.name, seconds, format_bytes(each.peak), _why_not(found, each))
+        table.add_row(each.option.name, seconds, format_bytes(each.peak), _why_not(found, each))
     return table
 
 
@@ -45,7 +45,7 @@ def found_json(found: FoundUnsplit) -> dict[str, Any]:
         "peak": found.best.peak,
         "solve_time": found.plan.solve_time,
         "candidates": [
-            {"way": each.way.name, "seconds": each.seconds, "peak": each.peak, "why_not": _why_not(found, each)}
+            {"way": each.option.name, "seconds": each.seconds, "peak": each.peak, "why_not": _why_not(found, each)}
             for each in found.looked_at
         ],
     }
