@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
-from shardwright.sharding import LEVELS
+from shardwright.spec.sharding import LEVELS
 
 WIDTH, HIDDEN, TOKENS = 256, 1024, 512
 

@@ -24,10 +24,10 @@ from variants import Task, Variant
 import shardwright as sw
 from shardwright import trace
 from shardwright.comm.exchange import ReduceScatterHandle
-from shardwright.layout import preset
-from shardwright.linear.product import activation_placements
-from shardwright.params import cut
-from shardwright.site import Linear, Site
+from shardwright.overlap.product import activation_placements
+from shardwright.spec.layout import preset
+from shardwright.spec.site import Linear, Site
+from shardwright.values.placement import cut
 
 AXES = ("i", "j", "l")
 Layouts = Callable[[Site], sw.GridLayout]

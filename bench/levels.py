@@ -17,8 +17,9 @@ import tempfile
 from pathlib import Path
 
 import shardwright as sw
-from shardwright import models
-from shardwright.mesh import chunk
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.spec.mesh import chunk
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "model_configs.json"
 MODEL = "meta-llama/Meta-Llama-3.1-8B"
@@ -44,7 +45,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.json")
         config.write_text(json.dumps(json.loads(CONFIGS.read_text())[MODEL]["config"]))
-        shapes = [tuple(p.shape) for p in models.build_meta(models.load_config(config)).parameters()]
+        shapes = [tuple(p.shape) for p in build_meta(load_config(config)).parameters()]
         for name in options.rows:
             plan = sw.Plan.for_config(
                 config,

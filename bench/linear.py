@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from variants import Task, Variant, every_variant, rows_of, settled
 
 import shardwright as sw
-from shardwright.mesh import chunk
+from shardwright.spec.mesh import chunk
 from shardwright.trace import note
 from shardwright.trace.events import Alloc, Free
 from shardwright.trace.recorder import Recorder, active

@@ -26,15 +26,16 @@ from rows import Row, run
 from timing import limit, time_in_turns, write
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwright import models
-from shardwright._parallelize import parallelize
-from shardwright._plan import Plan
-from shardwright._rehearse import rehearse
-from shardwright.cluster import Cluster
-from shardwright.cost.machine import Machine
-from shardwright.planner import profile
-from shardwright.step import TrainStep
-from shardwright.trace.timeline import timeline
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.models.parallelize import parallelize
+from shardwright.profile import profile
+from shardwright.simulate.machine import Machine
+from shardwright.simulate.rehearsal import rehearse
+from shardwright.simulate.timeline import timeline
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.plan import Plan
+from shardwright.step.train_step import TrainStep
 
 STEADY = 2  # the step that is predicted: the first one makes the optimizer's moments
 
@@ -107,8 +108,8 @@ class Training:
 
     def __init__(self, plan: Plan) -> None:
         mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
-        config = models.load_config(plan.config_path)
-        model = parallelize(models.build_meta(config, plan.stored_dtype), mesh, plan)
+        config = load_config(plan.config_path)
+        model = parallelize(build_meta(config, plan.stored_dtype), mesh, plan)
         self._step = TrainStep(model, mesh, plan)
         tokens = self._step.loss.tokens
         rows = plan.batch // tokens.size

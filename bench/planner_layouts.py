@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwright._plan import Plan
+from shardwright.spec.plan import Plan
 
 MESHES: dict[str, dict[str, int]] = {
     "data=2,tensor=2": {"data": 2, "tensor": 2},

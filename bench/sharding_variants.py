@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwright as sw
 from shardwright.comm.collectives import reduce_scatter
-from shardwright.params import Schedule
+from shardwright.params.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwright as sw
 from shardwright.comm.collectives import reduce_scatter
-from shardwright.mesh import chunk
+from shardwright.spec.mesh import chunk
 
 
 @dataclass(frozen=True)

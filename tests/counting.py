@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwright.cost import Move, Volume
+from shardwright.formulas.place import Move
+from shardwright.formulas.volume import Volume
 from shardwright.trace import Alloc, Free, Trace
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.params import cut
+from shardwright.values.placement import cut
 
 
 def mesh_of(**axes: int) -> DeviceMesh:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import shardwright as sw
-from shardwright.layout import CHOICES
-from shardwright.linear.product import check_supported
+from shardwright.overlap.product import check_supported
+from shardwright.spec.layout import CHOICES
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 FORMS = ("column", "row", "pair", "grid", "any", "mixed")

@@ -20,7 +20,7 @@ import dense
 import shardwright as sw
 from ill_behaved import Program, Step
 from ill_behaved_run import Different, Run
-from shardwright.params import cut
+from shardwright.values.placement import cut
 
 TOLERANCE = 1e-10
 Seen = tuple[str, str, torch.Tensor | None]

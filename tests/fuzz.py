@@ -25,8 +25,8 @@ import ranks
 import shardwright as sw
 from draws import DTYPES, Draw, make
 from ranks import on_ranks
-from shardwright.edge import conversion, left_by
-from shardwright.linear.conversion import Conversion
+from shardwright.reshard.conversion import Conversion
+from shardwright.spec.edge import conversion, left_by
 
 TOLERANCES = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 0.02}
 """Of the largest entry of the same result computed with absolute values, which no cancellation makes small (relative

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import dense
 import fuzz
 import shardwright as sw
-from shardwright.layout import preset
-from shardwright.site import Site
+from shardwright.spec.layout import preset
+from shardwright.spec.site import Site
 
 KINDS = ("column", "row")
 DESIGNS = ("grid-scatter", "grid-reduce")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from shardwright._plan import DTYPES
-from shardwright.layout import presets
+from shardwright.spec.layout import presets
+from shardwright.spec.plan import DTYPES
 
 CONFIG = '{"model_type": "llama"}'
 SHA = hashlib.sha256(CONFIG.encode()).hexdigest()

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import dense
 import shardwright as sw
-from shardwright.params import cut
-from shardwright.params import unit as parameter_group
-from shardwright.step import FusedAdamW
+from shardwright.params import parameter_group
+from shardwright.step.train_step import FusedAdamW
 from shardwright.trace import Alloc, Free, span
+from shardwright.values.placement import cut
 
 LEVELS = {
     "replicate": {"level": "replicate"},

@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 
 import tiny
-from shardwright._plan import Plan
-from shardwright.cluster import Cluster
-from shardwright.planner import beside, compose, explore, price, search, space
-from shardwright.planner import floor as rehearsed_bound
-from shardwright.planner.problem import Problem
-from shardwright.planner.request import request
-from shardwright.planner.runs import rehearse_few
-from shardwright.planner.space import Structure, structures
+from shardwright.pricing import compose, price
+from shardwright.pricing import rehearsed_bounds as rehearsed_bound
+from shardwright.search import explore, search
+from shardwright.search import neighbours as beside
+from shardwright.search.plan import request
+from shardwright.space import space
+from shardwright.space.problem import Problem
+from shardwright.space.space import Structure, structures
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.plan import Plan
+from shardwright.stretching.runs import rehearse_few
 from shardwright.trace import Trace
 
 BLOCKS = 3
@@ -101,7 +104,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "rehearsing", lambda workers: Here())
     for module in (space, explore, beside):
         monkeypatch.setattr(module, "CHUNKED", ())
-    monkeypatch.setattr("shardwright.planner.problem.structures", few)
+    monkeypatch.setattr("shardwright.space.problem.structures", few)
     monkeypatch.setattr(price, "rehearse_few", remembered)
     monkeypatch.setattr(compose, "rehearse_few", remembered)
     monkeypatch.setattr(rehearsed_bound, "rehearse_few", remembered)

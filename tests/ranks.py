@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import shardwright._rehearse  # noqa: F401  (loaded before the fork, so that no rank loads it again)
-from shardwright.models.families import FAMILIES
+import shardwright.simulate.rehearsal  # noqa: F401  (loaded before the fork, so that no rank loads it again)
+from shardwright.families.table import FAMILIES
 
 for family in FAMILIES:  # likewise
     importlib.import_module(f"transformers.models.{family}.modeling_{family}")

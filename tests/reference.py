@@ -11,9 +11,10 @@ from transformers import AttentionInterface
 import dense
 import shardwright as sw
 import tiny
-from shardwright import models
-from shardwright.comm import all_reduce
-from shardwright.params import cut
+from shardwright.comm.collectives import all_reduce
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.values.placement import cut
 
 
 def dense_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None, **_):
@@ -45,8 +46,8 @@ def norm64(module, x):
 
 def both(path, plan, mesh):
     """(the parallelized model, the reference), of equal random values."""
-    config = models.load_config(path)
-    reference = models.build_meta(config, "float64").to_empty(device="cpu")
+    config = load_config(path)
+    reference = build_meta(config, "float64").to_empty(device="cpu")
     reference.tie_weights()
     with torch.no_grad():
         for index, parameter in enumerate(reference.parameters()):
@@ -56,7 +57,7 @@ def both(path, plan, mesh):
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = torch.zeros_like(buffer, device="cpu")
                 reference._init_weights(module)
-    model = models.build_meta(config, "float64").to_empty(device="cpu")
+    model = build_meta(config, "float64").to_empty(device="cpu")
     model.tie_weights()  # moving off the meta device unties
     for (_, a), (_, b) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         a.data.copy_(b.data)

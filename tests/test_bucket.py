@@ -19,8 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import dense
 import shardwright as sw
 from ranks import on_ranks
-from shardwright.comm import PackedAllGatherHandle, PackedAllReduceHandle, ReduceScatterHandle, Runtime
-from shardwright.mesh import chunk
+from shardwright.comm.exchange import ReduceScatterHandle
+from shardwright.runtime.packed import PackedAllGatherHandle, PackedAllReduceHandle
+from shardwright.runtime.runtime import Runtime
+from shardwright.spec.mesh import chunk
 from shardwright.trace import Alloc, Free, record
 
 KIB, MIB = 2**10, 2**20

@@ -9,12 +9,20 @@ from dataclasses import replace
 import pytest
 
 import tiny
-from shardwright._plan import Plan
-from shardwright._rehearse import rehearse
-from shardwright.linear import blocking
-from shardwright.planner import certify as planner_certify
-from shardwright.planner.certify import ByAxes, DivergenceError, Uncertified, agree, agree_by_class, by_axes, certify
-from shardwright.planner.classes import RankClass, rank_classes
+from shardwright.certificate import certify as planner_certify
+from shardwright.certificate.certify import (
+    ByAxes,
+    DivergenceError,
+    Uncertified,
+    agree,
+    agree_by_class,
+    by_axes,
+    certify,
+)
+from shardwright.overlap import blocking
+from shardwright.simulate.rank_classes import RankClass, rank_classes
+from shardwright.simulate.rehearsal import rehearse
+from shardwright.spec.plan import Plan
 from shardwright.trace import Collective, Trace
 
 SIZES = {

@@ -23,15 +23,16 @@ import dense
 import shardwright as sw
 import tiny
 from ranks import on_ranks
-from shardwright import models
-from shardwright._plan import Plan
-from shardwright.models.export import save_pretrained
-from shardwright.models.names import named_tensors
-from shardwright.params import cut_of, make_parameter
-from shardwright.params.pretrained import from_safetensors
-from shardwright.train.checkpoint import MOMENTS, latest, load, save
-from shardwright.train.dcp import PieceLoadPlanner, PieceSavePlanner
-from shardwright.train.manifest import MANIFEST, Manifest, RunState
+from shardwright.checkpoint.dcp import PieceLoadPlanner, PieceSavePlanner
+from shardwright.checkpoint.export import save_pretrained
+from shardwright.checkpoint.manifest import MANIFEST, Manifest, RunState
+from shardwright.checkpoint.names import named_tensors
+from shardwright.checkpoint.pretrained import from_safetensors
+from shardwright.checkpoint.training_state import MOMENTS, latest, load, save
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.spec.plan import Plan
+from shardwright.values.placement import cut_of, make_parameter
 from test_families import path_of
 
 Values = dict[str, numpy.ndarray]
@@ -241,7 +242,7 @@ def test_what_ranks_share_is_written_once_and_by_all_of_them(tmp_path: Path) -> 
     path = tiny.config_path()
     on_ranks(4, train_and_save, tiny.plan_of({"data": 4, "tensor": 1}, "replicate"), path, tmp_path)
     manifest = Manifest.load(tmp_path / "step-00000002")
-    elements = sum(p.numel() for p in models.build_meta(models.load_config(path)).parameters())
+    elements = sum(p.numel() for p in build_meta(load_config(path)).parameters())
     sizes = list(manifest.files.values())
     assert len(sizes) == 4 and max(sizes) < 1.1 * min(sizes)
     headers = 200 * len(manifest.tensors)
@@ -278,7 +279,7 @@ def largest_tensors(directory: Path, path: Path) -> tuple[int, int, int, int, in
     with Largest() as largest:
         save_pretrained(model, directory / "out", shard_bytes=60_000)
     seen.append(largest.bytes)
-    dense_model = models.build_meta(models.load_config(path))
+    dense_model = build_meta(load_config(path))
     with Largest() as largest:
         source = from_safetensors(directory / "out", {m: name for name, m in dense_model.named_modules()})
         sw.parallelize(dense_model, mesh, plan, source)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardwright._plan import Plan
-from shardwright.cli import app
+from shardwright.cli.common import app
+from shardwright.spec.plan import Plan
 from shardwright.trace import Alloc, Collective, Storage, Trace
 from shardwright.train.launch import command
 
@@ -141,7 +141,7 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         events = [Alloc(1, "forward", 0), Collective(1, "forward", "", "all_gather", ("tensor",), (0, 1), 64, 32)]
         return Trace(list(events), [Storage(1000 + rank, "parameter", "head.weight", "")])
 
-    monkeypatch.setattr("shardwright._rehearse.rehearse", rehearse)
+    monkeypatch.setattr("shardwright.simulate.rehearsal.rehearse", rehearse)
     return asked
 
 

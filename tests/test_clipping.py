@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import dense
 import shardwright as sw
 from ranks import on_ranks
-from shardwright.comm import Runtime
-from shardwright.params import make_parameter
-from shardwright.params.placement import wrap
+from shardwright.runtime.runtime import Runtime
 from shardwright.trace import record
+from shardwright.values.placement import make_parameter, wrap
 
 MESHES = {
     1: {"data": 1, "tensor": 1},

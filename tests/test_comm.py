@@ -11,7 +11,9 @@ import torch.distributed as dist
 import dense
 import shardwright as sw
 from ranks import on_ranks
-from shardwright.comm import Arena, ArenaError, Runtime, all_gather, all_reduce, reduce_scatter
+from shardwright.comm.collectives import all_gather, all_reduce, reduce_scatter
+from shardwright.runtime.arena import Arena, ArenaError
+from shardwright.runtime.runtime import Runtime
 from shardwright.trace import record
 
 

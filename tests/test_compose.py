@@ -9,17 +9,17 @@ import pytest
 
 import shardwright as sw
 import tiny
-from shardwright import models
-from shardwright._errors import InputError
-from shardwright._plan import Plan
-from shardwright.models import family_of
-from shardwright.planner import compose
-from shardwright.planner.certify import largest
-from shardwright.planner.classes import rank_classes
-from shardwright.planner.compose import Known, composed_of
-from shardwright.planner.pace import cap_of
-from shardwright.planner.problem import Choice, plan_of
-from shardwright.planner.space import MODES, Structure, structures
+from shardwright.certificate.certify import largest
+from shardwright.errors import InputError
+from shardwright.families.table import family_of
+from shardwright.models.config import load_config
+from shardwright.pricing import compose
+from shardwright.pricing.compose import Known, composed_of
+from shardwright.simulate.rank_classes import rank_classes
+from shardwright.space.problem import Choice, plan_of
+from shardwright.space.space import MODES, Structure, structures
+from shardwright.spec.plan import Plan
+from shardwright.stretching.bucket_period import cap_of
 
 PLANS = 50
 SIZES = {
@@ -60,7 +60,7 @@ def drawn(number: int) -> tuple[Path, Plan]:
             ("n_layer" if family == "gpt2" else "num_hidden_layers"): blocks,
         }
     )
-    config = models.load_config(path)
+    config = load_config(path)
     batch, sequence, wanted = 12, rng.choice((4, 6)), rng.choice((1, 1, 1, 2, 3))
     rules = family_of(config)
     allowed = [
@@ -110,7 +110,7 @@ def choices(rng: random.Random, structure: Structure, blocks: int) -> list[Choic
 @pytest.mark.parametrize("number", range(PLANS))
 def test_e2_the_composed_prediction_is_the_full_rehearsal(number):
     path, plan = drawn(number)
-    composed = composed_of(models.load_config(path), plan)
+    composed = composed_of(load_config(path), plan)
     traces = [sw.rehearse(path, plan, each.representative) for each in rank_classes(path, plan)]
     assert composed.phase_peaks == largest(trace.phase_peaks for trace in traces)
     assert composed.saved == max(trace.saved_bytes for trace in traces)
@@ -119,7 +119,7 @@ def test_e2_the_composed_prediction_is_the_full_rehearsal(number):
 
 def test_mixes_that_differ_in_their_counts_share_a_rehearsal(monkeypatch):
     path = tiny.config_path(**SIZES, num_hidden_layers=14)
-    config, rules = models.load_config(path), family_of(models.load_config(path))
+    config, rules = load_config(path), family_of(load_config(path))
     structure = Structure(1, 2, 2, 1, "split", "parameters", False, 1)
     base, sites = tiny.plan_of({"data": 1}, "replicate", path, batch=4, sequence=8), rules.sites(config, 4 * 8)
 
@@ -140,7 +140,7 @@ def test_mixes_that_differ_in_their_counts_share_a_rehearsal(monkeypatch):
 def test_a_plan_says_of_every_block_what_it_chose(recomputed):
     """Half of them too: a pattern for the rest must not hide them."""
     path = tiny.config_path(**SIZES, num_hidden_layers=6)
-    config, rules = models.load_config(path), family_of(models.load_config(path))
+    config, rules = load_config(path), family_of(load_config(path))
     structure = Structure(1, 2, 2, 1, "split", "parameters", False, 1)
     sites = rules.sites(config, 4 * 8)
     base = tiny.plan_of({"data": 1}, "replicate", path, batch=4, sequence=8)

@@ -10,10 +10,11 @@ import dense
 import grids
 import shardwright as sw
 from ranks import on_ranks
-from shardwright.cost import Move, conversion_moves
-from shardwright.edge import Step, conversion
-from shardwright.linear.conversion import Conversion
-from shardwright.linear.product import activation_placements
+from shardwright.formulas.conversion import conversion_moves
+from shardwright.formulas.place import Move
+from shardwright.overlap.product import activation_placements
+from shardwright.reshard.conversion import Conversion
+from shardwright.spec.edge import Step, conversion
 
 AXES = {"i": 2, "j": 2, "l": 2}
 EDGES = {

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from shardwright._errors import InputError
+from shardwright.errors import InputError
 from shardwright.train.data import (
     END_OF_TEXT,
     TOKENIZER_CONFIG,

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardwright.cluster import Cluster
 from shardwright.demo.run import global_batch
+from shardwright.spec.cluster import Cluster
 
 
 def test_global_batch_is_the_nearest_multiple() -> None:

@@ -16,9 +16,11 @@ import shardwright as sw
 import tiny
 from nets import LEVELS, Chain
 from ranks import drop, on_ranks
-from shardwright import models
-from shardwright.comm import Runtime, all_gather, all_reduce, reduce_scatter
+from shardwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.comm.divergence import KEPT, Account, Issued, LastIssued, diagnosis
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.runtime.runtime import Runtime
 
 SECONDS = 1.6
 
@@ -177,7 +179,7 @@ def a_llama_skips(begun, axes, layout):
     """Rank 1 leaves out the second micro-batch of a step of a parallelized model."""
     plan = tiny.plan_of(axes, layout)
     mesh = hurried(**axes)
-    model = sw.parallelize(models.build_meta(models.load_config(tiny.config_path()), plan.stored_dtype), mesh, plan)
+    model = sw.parallelize(build_meta(load_config(tiny.config_path()), plan.stored_dtype), mesh, plan)
     ((ids, labels),) = tiny.batches(plan, 1, Runtime.of(mesh).group(plan.batch_axes).index)[0]
     begun[0] = time.monotonic()
     for number in range(2):

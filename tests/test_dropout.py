@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from shardwright import trace
 from shardwright.layers import dropout as dropout_file
 from shardwright.layers.dropout import REMEMBERED, GridDropout
-from shardwright.mesh import chunk
-from shardwright.params.random import key_of
+from shardwright.spec.mesh import chunk
+from shardwright.values.random import key_of
 
 T, H = 24, 10
 

@@ -18,17 +18,15 @@ import shardwright as sw
 import test_faithful_store
 from nets import ALL, FEW, gradients_match
 from ranks import drop, on_ranks
-from shardwright.comm import (
+from shardwright.comm.all_to_all import columns_to_rows, rows_to_columns
+from shardwright.comm.coalesced import (
     CoalescedAllGatherHandle,
     CoalescedAllReduceHandle,
     CoalescedReduceScatterHandle,
-    Runtime,
-    all_gather,
-    all_reduce,
 )
-from shardwright.comm.all_to_all import columns_to_rows, rows_to_columns
-from shardwright.comm.collectives import reduce_scatter
+from shardwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.comm.exchange import pass_along
+from shardwright.runtime.runtime import Runtime
 from support.emulated_nccl import TIMING, emulated_mesh
 from support.operations import BrokenRule
 

@@ -14,11 +14,12 @@ import dense
 import shardwright as sw
 import tiny
 from ranks import on_ranks
-from shardwright import models
-from shardwright._parallelize import check_fits
-from shardwright._plan import Plan
-from shardwright._rehearse import stage
-from shardwright.step import record_steps
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.models.parallelize import check_fits
+from shardwright.simulate.rehearsal import stage
+from shardwright.spec.plan import Plan
+from shardwright.step.train_step import record_steps
 
 MESH = {"data": 2, "tensor": 1}
 
@@ -28,7 +29,7 @@ def live(path: Path, dtype: torch.dtype) -> Any:
     torch.manual_seed(3)
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(models.load_config(path), dtype=dtype)
+    return AutoModelForCausalLM.from_config(load_config(path), dtype=dtype)
 
 
 # Element types
@@ -129,7 +130,7 @@ def test_a_pattern_that_decides_nothing_is_refused(key: str, patterns: dict[str,
     with pytest.raises(sw.InputError) as caught:
         sw.rehearse(plan.config_path, plan)
     assert str(caught.value).startswith(f"{key}: {line}") and len(str(caught.value)) <= 300
-    model = models.build_meta(models.load_config(plan.config_path))
+    model = build_meta(load_config(plan.config_path))
     with pytest.raises(sw.InputError) as again:
         check_fits(model, plan)
     assert str(again.value) == str(caught.value)
@@ -180,11 +181,11 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_si
 def test_more_tokens_than_positions_are_refused(path: Any, changes: dict[str, Any], line: str) -> None:
     plan = tiny.plan_of({"data": 1, "tensor": 1}, "replicate", path(), batch=1, **changes)
     refusal = f"sequence: found {plan.sequence}; allowed: {line}"
-    config = models.load_config(plan.config_path)
+    config = load_config(plan.config_path)
     with pytest.raises(sw.InputError) as rehearsed:
         sw.rehearse(config, plan)
     with stage(plan, 0) as mesh, pytest.raises(sw.InputError) as parallelized:
-        sw.parallelize(models.build_meta(config), mesh, plan)
+        sw.parallelize(build_meta(config), mesh, plan)
     assert str(rehearsed.value).startswith(refusal) and str(parallelized.value) == str(rehearsed.value)
     assert sw.rehearse(config, plan.evolve(sequence=64)).peak_bytes > 0
 
@@ -197,15 +198,15 @@ def test_more_tokens_than_positions_are_refused_when_planning() -> None:
 
 def test_beyond_the_stated_length_of_rotary_positions_is_warned_of() -> None:
     plan = tiny.plan_of({"data": 1, "tensor": 1}, "replicate", sequence=65)
-    config = models.load_config(plan.config_path)
+    config = load_config(plan.config_path)
     with (
         stage(plan, 0) as mesh,
         pytest.warns(UserWarning, match="sequence: 65 tokens are more than the 64 .*max_position"),
     ):
-        sw.parallelize(models.build_meta(config), mesh, plan)
+        sw.parallelize(build_meta(config), mesh, plan)
     with stage(plan, 0) as mesh, warnings.catch_warnings():
         warnings.simplefilter("error")
-        sw.parallelize(models.build_meta(config), mesh, plan.evolve(sequence=64))
+        sw.parallelize(build_meta(config), mesh, plan.evolve(sequence=64))
 
 
 # TrainStep

@@ -16,7 +16,8 @@ import shardwright as sw
 import tiny
 from nets import LEVELS
 from ranks import on_ranks
-from shardwright import models
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
 from untidy import WORLD, Block, mesh_of_all, message_of, sharded
 
 # -- parameters that are replaced, converted, copied, read from outside -----------------------------------------------
@@ -223,7 +224,7 @@ def test_blocks_that_are_sharded_one_by_one_are_released_after_their_forwards():
 def hooked_llama(before):
     plan = tiny.plan_of({"data": 1, "tensor": 2}, "sequence-parallel", params={"*": "parameters"})
     mesh = dense.mesh_of(data=1, tensor=2)
-    seen, model = [], models.build_meta(models.load_config(plan.config_path))
+    seen, model = [], build_meta(load_config(plan.config_path))
     names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
 
     def register():

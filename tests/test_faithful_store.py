@@ -201,7 +201,7 @@ class Batch:
 def two_outputs(level, optimizer, seen):
     model = sharded(TwoOutputs(), level)
     if optimizer == "ours":
-        from shardwright.step import FusedAdamW
+        from shardwright.step.train_step import FusedAdamW
 
         chosen = FusedAdamW(model.parameters(), lr=0.1)
     else:

@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import shardwright as sw
 import tiny
-from shardwright import _rehearse
-from shardwright._errors import InputError
-from shardwright.trace.fake import ShortFakeMode
+from shardwright.errors import InputError
+from shardwright.simulate import rehearsal as _rehearse
+from shardwright.simulate.fake import ShortFakeMode
 from test_families import FAMILIES
 
 CASES = {

@@ -14,7 +14,7 @@ import shardwright as sw
 import tiny
 from ranks import on_ranks
 from reference import assert_same
-from shardwright._rehearse import rehearse
+from shardwright.simulate.rehearsal import rehearse
 from unruled import FAMILIES, REFUSED
 from unsplit import BATCH, SEQUENCE, against_own_code, dense_of, errors_of, numbers, path_of, plan_of
 

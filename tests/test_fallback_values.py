@@ -12,15 +12,16 @@ import shardwright as sw
 import tiny
 from ranks import on_ranks
 from reference import assert_same
-from shardwright import models
-from shardwright._rehearse import rehearse
-from shardwright.models.export import save_pretrained
-from shardwright.params.initial import Unfilled
-from shardwright.params.pretrained import from_safetensors
-from shardwright.params.random import fold
-from shardwright.step import record_initialisation
-from shardwright.train import checkpoint
-from shardwright.train.manifest import RunState
+from shardwright.checkpoint import training_state as checkpoint
+from shardwright.checkpoint.export import save_pretrained
+from shardwright.checkpoint.manifest import RunState
+from shardwright.checkpoint.pretrained import from_safetensors
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.simulate.rehearsal import rehearse
+from shardwright.step.train_step import record_initialisation
+from shardwright.values.initial import Unfilled
+from shardwright.values.random import fold
 from unruled import FAMILIES
 from unsplit import against_own_code, built, dense_of, numbers, path_of, plan_of, rows_of
 
@@ -145,7 +146,7 @@ def through_files(path, plan, directory):
     names = {}
 
     def loaded(folder):
-        model = models.build_meta(models.load_config(path))
+        model = build_meta(load_config(path))
         names.update({module: name for name, module in model.named_modules()})
         return sw.parallelize(model, dense.mesh_of(**plan.mesh), plan, from_safetensors(folder, names))
 
@@ -164,7 +165,7 @@ def through_files(path, plan, directory):
 def test_routers_and_persistent_buffers_come_from_files_and_are_saved(tmp_path):
     path = path_of("deepseek_v3")
     torch.manual_seed(0)
-    dense_model = transformers.AutoModelForCausalLM.from_config(models.load_config(path))
+    dense_model = transformers.AutoModelForCausalLM.from_config(load_config(path))
     gate = dense_model.model.layers[1].mlp.gate
     gate.e_score_correction_bias.copy_(torch.tensor([0.1, -0.2, 0.3, 0.0]))
     (tmp_path / "in").mkdir()
@@ -179,7 +180,7 @@ def test_routers_and_persistent_buffers_come_from_files_and_are_saved(tmp_path):
 
 
 def test_a_persistent_buffer_that_no_file_has_is_named(tmp_path):
-    model = models.build_meta(models.load_config(path_of("deepseek_v3")))
+    model = build_meta(load_config(path_of("deepseek_v3")))
     weights = {name: torch.zeros(value.shape) for name, value in model.state_dict().items()}
     del weights["model.layers.1.mlp.gate.e_score_correction_bias"]
     save_file(weights, tmp_path / "model.safetensors")
@@ -195,7 +196,7 @@ def test_buffers_have_the_types_of_a_model_made_in_the_computing_type():
     """Masters are float32; what the model's own code computes beside them is bfloat16 where it would be."""
     path = path_of("minimax")
     plan = plan_of(path, dtype="bfloat16", master_dtype="float32")
-    expected = models.build_meta(models.load_config(path), "bfloat16").named_buffers()
+    expected = build_meta(load_config(path), "bfloat16").named_buffers()
     expected = {name: buffer.dtype for name, buffer in expected}
     assert on_ranks(1, buffers_of, path, plan) == [expected] and len(set(expected.values())) == 2
     assert rehearse(path, plan, steps=1).peak_bytes
@@ -204,7 +205,7 @@ def test_buffers_have_the_types_of_a_model_made_in_the_computing_type():
 def initialised(path, plan):
     mesh = dense.mesh_of(**plan.mesh)
     sw.Runtime.of(mesh, plan.backend)  # a mesh makes its groups when it is first asked
-    model = models.build_meta(models.load_config(path))
+    model = build_meta(load_config(path))
     return record_initialisation(lambda: sw.parallelize(model, mesh, plan))[1]
 
 

@@ -16,10 +16,11 @@ import shardwright as sw
 import tiny
 from ranks import on_ranks
 from reference import against_hugging_face, assert_same, both
-from shardwright import models
-from shardwright._rehearse import rehearse, stage
-from shardwright.params.initial import Unfilled
-from shardwright.step import record_evaluation, record_initialisation
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.simulate.rehearsal import rehearse, stage
+from shardwright.step.train_step import record_evaluation, record_initialisation
+from shardwright.values.initial import Unfilled
 
 COMMON = {
     "hidden_size": 96,
@@ -203,8 +204,8 @@ def test_b7_a_seed_gives_the_same_weights_for_every_layout(family):
 
 def initialise_and_evaluate(path, plan):
     mesh = dense.mesh_of(**plan.mesh)
-    config = models.load_config(path)
-    meta = models.build_meta(config, plan.dtype)
+    config = load_config(path)
+    meta = build_meta(config, plan.dtype)
     model, initialisation = record_initialisation(lambda: sw.parallelize(meta, mesh, plan))
     step = sw.TrainStep(model, mesh, plan)
     loss, evaluation = record_evaluation(step, tiny.batches(plan, 1, mesh.get_local_rank("data"))[0])
@@ -233,13 +234,13 @@ REAL = json.loads((Path(__file__).parent / "data" / "model_configs.json").read_t
 def test_f3_real_configs_build_and_shard_with_the_published_number_of_parameters(name, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(REAL[name]["config"]))
-    config = models.load_config(path)
+    config = load_config(path)
     tensor = 4 if config.num_attention_heads % 8 else 8
     plan = tiny.plan_of(
         {"data": 2, "tensor": tensor}, "sequence-parallel", path, dtype="bfloat16", batch=2, sequence=64
     )
     with stage(plan, 1) as mesh:
-        model = models.build_meta(config, plan.dtype)
+        model = build_meta(config, plan.dtype)
         with FakeTensorMode():
             model = sw.parallelize(model, mesh, plan, source=Unfilled(torch.device("cpu")))
         whole = sum(parameter.numel() for parameter in model.parameters())

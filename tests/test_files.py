@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from malformed import CONFIG, RUN, TEXT
-from shardwright._errors import InputError
-from shardwright._files import format_bytes, parse_bytes, write_yaml
-from shardwright._plan import DTYPES, Plan, Predicted
-from shardwright.cluster import Cluster
-from shardwright.layout import OPERAND_WORDS, GridLayout
-from shardwright.site import Linear, Site
+from shardwright.errors import InputError
+from shardwright.files.parser import format_bytes, parse_bytes, write_yaml
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.layout import OPERAND_WORDS, GridLayout
+from shardwright.spec.plan import DTYPES, Plan, Predicted
+from shardwright.spec.site import Linear, Site
 from shardwright.train.run_file import Run
 from test_malformed import fault
 

@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shardwright as sw
 import tiny
 from ranks import on_ranks
-from shardwright import models
-from shardwright._forward import OFF, UNDERSTOOD, BeginForward, CausalLoss
-from shardwright._rehearse import rehearse
+from shardwright.families.table import has_rule
 from shardwright.layers import attention
-from shardwright.linear.carrier import TokenShape
+from shardwright.models.config import load_config
+from shardwright.models.forward import OFF, UNDERSTOOD, BeginForward, CausalLoss
+from shardwright.reshard.carrier import TokenShape
+from shardwright.simulate.rehearsal import rehearse
 from test_families import FAMILIES
 
 
@@ -235,4 +236,4 @@ def test_names_of_keywords_are_those_of_models():
     taken = set(inspect.signature(transformers.MixtralForCausalLM.forward).parameters)
     taken |= set(inspect.signature(transformers.loss.loss_utils.ForCausalLMLoss).parameters)
     assert set(UNDERSTOOD) | set(OFF) <= taken | {"return_dict", "output_attentions", "output_hidden_states"}
-    assert models.has_rule(models.load_config(tiny.config_path()))
+    assert has_rule(load_config(tiny.config_path()))

@@ -10,8 +10,9 @@ import torch
 import shardwright as sw
 import tiny
 from ranks import on_ranks
-from shardwright import models
-from shardwright.comm import Arena
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.runtime.arena import Arena
 
 
 def on_device(device: str, layout: str, steps: int) -> list[float]:
@@ -19,7 +20,7 @@ def on_device(device: str, layout: str, steps: int) -> list[float]:
 
     plan = tiny.plan_of({"data": 1, "tensor": 1}, layout, backend="nccl" if device == "cuda" else "gloo")
     mesh = init_device_mesh(device, (1, 1), mesh_dim_names=("data", "tensor"))
-    model = sw.parallelize(models.build_meta(models.load_config(tiny.config_path()), plan.dtype), mesh, plan)
+    model = sw.parallelize(build_meta(load_config(tiny.config_path()), plan.dtype), mesh, plan)
     step = sw.TrainStep(model, mesh, plan)
     batches = [[(ids.to(device), labels.to(device)) for ids, labels in micro] for micro in tiny.batches(plan, steps)]
     return [step(micro).item() for micro in batches]
@@ -50,7 +51,8 @@ def bucket_and_flush() -> list[int]:
     """Bytes allocated, and reserved once what is free is given back: before, with a filled bin, after it has landed."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from shardwright.comm import Runtime, bins
+    from shardwright.runtime import bins
+    from shardwright.runtime.runtime import Runtime
 
     mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("data",))
     group = Runtime.of(mesh, "nccl").group(("data",))

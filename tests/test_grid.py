@@ -17,10 +17,10 @@ import grids
 import shardwright as sw
 from grids import EVEN, GRIDS, UNEVEN, named, world
 from ranks import drop, on_ranks
-from shardwright.cost import site_volume
-from shardwright.linear.product import check_supported
-from shardwright.params.initial import Unfilled
-from shardwright.site import Linear, Site
+from shardwright.formulas.volume import site_volume
+from shardwright.overlap.product import check_supported
+from shardwright.spec.site import Linear, Site
+from shardwright.values.initial import Unfilled
 
 CUBE = {"i": 3, "j": 3, "l": 3}
 TINY = (27, 54, 27)

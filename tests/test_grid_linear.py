@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import dense
 import shardwright as sw
 from ranks import on_ranks
-from shardwright._rehearse import stage
-from shardwright.mesh import chunk
+from shardwright.simulate.rehearsal import stage
+from shardwright.spec.mesh import chunk
 
 SIZES = (1, 2, 3, 4)
 T, K, N = 24, 36, 48  # divisible by every axis size

@@ -11,11 +11,13 @@ import shardwright as sw
 import tiny
 from ranks import on_ranks
 from reference import against_hugging_face, assert_same
-from shardwright import models
-from shardwright._rehearse import rehearse
-from shardwright.cost import Move, attention_moves
-from shardwright.mesh import coordinates
-from shardwright.site import exchanged_axes
+from shardwright.families.table import family_of
+from shardwright.formulas.conversion import attention_moves
+from shardwright.formulas.place import Move
+from shardwright.models.config import load_config
+from shardwright.simulate.rehearsal import rehearse
+from shardwright.spec.mesh import coordinates
+from shardwright.spec.site import exchanged_axes
 
 CUBE = {"i": 2, "j": 2, "l": 2}
 GRIDS = [
@@ -72,8 +74,8 @@ def test_overlap_modes_train_alike(overlap):
 
 
 def sites_of(plan):
-    config = models.load_config(plan.config_path)
-    return models.family_of(config).sites(config, plan.batch * plan.sequence)
+    config = load_config(plan.config_path)
+    return family_of(config).sites(config, plan.batch * plan.sequence)
 
 
 @pytest.mark.parametrize("layout", ["grid-scatter", "grid-reduce"])

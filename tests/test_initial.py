@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright._errors import InputError
-from shardwright.mesh import chunk
-from shardwright.params import Cut
-from shardwright.params.initial import from_seed
-from shardwright.params.random import key_of, normal, trunc_normal, uniform
+from shardwright.errors import InputError
+from shardwright.spec.mesh import chunk
+from shardwright.values.initial import from_seed
+from shardwright.values.placement import Cut
+from shardwright.values.random import key_of, normal, trunc_normal, uniform
 from test_random import correlation, whole
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_weights_follow_the_model_and_no_layout(family):
 
 def test_no_family_needs_the_whole(monkeypatch):
     """All of the above came from rules that were heard, none from a whole drawn on the CPU."""
-    monkeypatch.setattr("shardwright.params.initial._Rehearsal.really", None)
+    monkeypatch.setattr("shardwright.values.initial._Rehearsal.really", None)
     for family, fields in FAMILIES.items():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
@@ -151,14 +151,14 @@ def both(weight):
 
 
 def test_truncated_normals_are_heard(monkeypatch):
-    monkeypatch.setattr("shardwright.params.initial._Rehearsal.really", None)
+    monkeypatch.setattr("shardwright.values.initial._Rehearsal.really", None)
     heard = by(both(lambda w: nn.init.trunc_normal_(w, mean=0.1, std=0.5, a=-1, b=0.4)))
     key = key_of(0, "0.weight")
     assert torch.equal(heard, trunc_normal(whole(12, 8), key, torch.float32, CPU, mean=0.1, std=0.5, a=-1, b=0.4))
 
 
 def test_a_later_rule_takes_over(monkeypatch):
-    monkeypatch.setattr("shardwright.params.initial._Rehearsal.really", None)
+    monkeypatch.setattr("shardwright.values.initial._Rehearsal.really", None)
 
     def rule(w):
         w.data[2:4].fill_(7)

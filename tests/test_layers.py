@@ -11,12 +11,15 @@ from torch.distributed.tensor import Replicate, Shard
 import dense
 import shardwright as sw
 from ranks import on_ranks
-from shardwright.comm import Runtime
-from shardwright.layers import GridLayerNorm, GridRMSNorm, VocabParallelEmbedding, VocabParallelLoss
-from shardwright.linear.carrier import tokens_of
-from shardwright.linear.product import Product
-from shardwright.mesh import chunk
-from shardwright.params import StoredParameter, cut, make_parameter
+from shardwright.layers.embedding import VocabParallelEmbedding
+from shardwright.layers.loss import VocabParallelLoss
+from shardwright.layers.norm import GridLayerNorm, GridRMSNorm
+from shardwright.overlap.product import Product
+from shardwright.params.stored import StoredParameter
+from shardwright.reshard.carrier import tokens_of
+from shardwright.runtime.runtime import Runtime
+from shardwright.spec.mesh import chunk
+from shardwright.values.placement import cut, make_parameter
 
 T, H, V = 24, 10, 48
 

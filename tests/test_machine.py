@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwright as sw
-from shardwright.cluster import KINDS, SHIPPED, Cluster, Device, Link, Links, Measured, Product
-from shardwright.cost.machine import Machine, Spread
-from shardwright.mesh import ranks_along, world_size
+from shardwright.simulate.machine import Machine, Spread
+from shardwright.spec.cluster import KINDS, SHIPPED, Cluster, Device, Link, Links, Measured, Product
+from shardwright.spec.mesh import ranks_along, world_size
 
 WITHIN = Link(latency=2**-10, bandwidth=2**20)
 BETWEEN = Link(latency=2**-8, bandwidth=2**18)
@@ -323,5 +323,5 @@ def test_a_mesh_of_16384_ranks():
 
 
 def test_formulas_need_no_torch():
-    code = "import sys, shardwright.cost.machine; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwright.simulate.machine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

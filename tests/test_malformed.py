@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from malformed import CLUSTER, CLUSTERS, COUNT, PLAN, PLANS, RUN, RUNS, Case
-from shardwright._errors import InputError
-from shardwright._plan import Plan
-from shardwright.cluster import Cluster
+from shardwright.errors import InputError
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.plan import Plan
 from shardwright.train.run_file import Run
 from test_cli import refused
 

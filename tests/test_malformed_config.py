@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import tiny
-from shardwright import models
-from shardwright._errors import InputError
+from shardwright.errors import InputError
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
 from test_cli import refused
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 64}
@@ -90,7 +91,7 @@ def test_a_config_that_is_wrong_is_one_line(
 def test_what_is_no_config_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(InputError, match=r"config.json: found .*; allowed: a") as caught:
-        models.load_config(tmp_path / "config.json")
+        load_config(tmp_path / "config.json")
     assert len(str(caught.value)) <= 300 and "\n" not in str(caught.value)
 
 
@@ -99,7 +100,7 @@ def test_code_of_a_config_is_never_run(tmp_path: Path) -> None:
     fields = {**tiny.FIELDS, "model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(InputError, match="auto_map"):
-        models.load_config(tmp_path)
+        load_config(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -107,7 +108,7 @@ def test_code_of_a_config_is_never_run(tmp_path: Path) -> None:
     "changes", [{"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, {"pad_token_id": 999}], ids=str
 )
 def test_what_transformers_only_warns_of_and_then_makes_no_model_of(changes: dict[str, Any]) -> None:
-    config = models.load_config(tiny.write_config({**tiny.FIELDS, **changes}))
+    config = load_config(tiny.write_config({**tiny.FIELDS, **changes}))
     with pytest.raises(InputError, match="config: found one of which transformers makes no model") as caught:
-        models.build_meta(config)
+        build_meta(config)
     assert len(str(caught.value)) <= 300 and "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardwright._errors import InputError
+from shardwright.errors import InputError
 from shardwright.train.loop import EVENTS, METRICS, WRITERS
 from shardwright.train.metrics import MetricsWriter, read_metrics, step_metrics
 from shardwright.train.run_file import Run

@@ -11,8 +11,8 @@ import shardwright as sw
 import tiny
 from ranks import on_ranks
 from reference import against_hugging_face, assert_same
-from shardwright._rehearse import rehearse
-from shardwright.step import record_steps
+from shardwright.simulate.rehearsal import rehearse
+from shardwright.step.train_step import record_steps
 
 MESHES = [
     ({"data": 1, "tensor": 1}, "sequence-parallel"),

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ranks import on_ranks
-from shardwright.comm import CoalescedAllGatherHandle, PackedAllGatherHandle, PackedAllReduceHandle, Runtime
+from shardwright.comm.coalesced import CoalescedAllGatherHandle
+from shardwright.runtime.packed import PackedAllGatherHandle, PackedAllReduceHandle
+from shardwright.runtime.runtime import Runtime
 from shardwright.trace import record
 from test_bucket import SHAPES, gradient_of, line, mine, most_alive, summed
 

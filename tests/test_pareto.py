@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from shardwright.planner.candidate import Candidate
-from shardwright.planner.limits import FormulaBound
-from shardwright.planner.pareto import FINEST, Knob, Point, curve, knobs
-from shardwright.planner.solve import fastest
-from shardwright.planner.space import MODES, Structure
+from shardwright.pricing.formula_bounds import FormulaBound
 from shardwright.report.planning import curve_table
+from shardwright.search.candidate import Candidate
+from shardwright.search.pareto import FINEST, Knob, Point, curve, knobs
+from shardwright.solving.solve import fastest
+from shardwright.space.space import MODES, Structure
 from test_solve import alive, assignments, drawn, seconds_of
 
 STRUCTURE = Structure(1, 2, 2, 1, "split", "replicate", False, 1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.planner.patterns import patterns, ranges
+from shardwright.space.patterns import patterns, ranges
 
 
 @settings(max_examples=400, deadline=None)

@@ -12,10 +12,10 @@ import pytest
 import shardwright as sw
 import tiny
 from planned import SIZES, cluster, quick  # noqa: F401 (a fixture)
-from shardwright._errors import DoesNotFit
-from shardwright._plan import Plan
-from shardwright.planner.request import request
-from shardwright.planner.search import search
+from shardwright.errors import DoesNotFit
+from shardwright.search.plan import request
+from shardwright.search.search import search
+from shardwright.spec.plan import Plan
 from test_cli import refused, run
 
 ASK = ("--batch", "1", "--sequence", "32", "--dtype", "fp32", "--master-dtype", "fp32", "--backend", "gloo")

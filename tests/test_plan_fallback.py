@@ -11,7 +11,7 @@ import pytest
 import shardwright as sw
 import tiny
 from planned import Here, cluster
-from shardwright._plan import Plan
+from shardwright.spec.plan import Plan
 from test_cli import refused, run
 
 OPT = {
@@ -24,7 +24,7 @@ ASK = ("--batch", "4", "--sequence", "16", "--dtype", "fp32", "--backend", "gloo
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cluster file of two devices; ways are rehearsed in this process."""
-    monkeypatch.setattr("shardwright.planner.fallback.rehearsing", lambda workers: Here())
+    monkeypatch.setattr("shardwright.search.unsplit.rehearsing", lambda workers: Here())
     cluster().model_copy(update={"hosts": 1}).save(tmp_path / "cluster.yaml")
     return tmp_path / "cluster.yaml"
 

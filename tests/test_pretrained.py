@@ -16,11 +16,12 @@ import dense
 import shardwright as sw
 import tiny
 from ranks import on_ranks
-from shardwright import models
-from shardwright._errors import InputError
-from shardwright._plan import Plan
-from shardwright.models.export import save_pretrained
-from shardwright.params.pretrained import from_safetensors
+from shardwright.checkpoint.export import save_pretrained
+from shardwright.checkpoint.pretrained import from_safetensors
+from shardwright.errors import InputError
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.spec.plan import Plan
 from test_checkpoint import ODD, SAVED, Values, same, wholes
 from test_families import path_of
 
@@ -36,12 +37,12 @@ def hugging_face(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(models.load_config(path))
+    return AutoModelForCausalLM.from_config(load_config(path))
 
 
 def there_and_back(plan: Plan, path: Path, directory: Path, out: Path | None = None) -> Values:
     """What the weights of ``directory`` are in the parallelized model, which is written to ``out``."""
-    model = models.build_meta(models.load_config(path), plan.dtype)
+    model = build_meta(load_config(path), plan.dtype)
     source = from_safetensors(directory, {module: name for name, module in model.named_modules()})
     sw.parallelize(model, dense.mesh_of(**plan.mesh), plan, source)
     if out is not None:
@@ -155,7 +156,7 @@ def test_bad_weights_are_one_line_that_names_the_weight(case: int, tmp_path: Pat
     path = path_of("llama", tie_word_embeddings=False)
     hugging_face(path).save_pretrained(tmp_path / "in")
     spoil(tmp_path / "in")
-    model = models.build_meta(models.load_config(path))
+    model = build_meta(load_config(path))
     with pytest.raises(InputError) as caught:
         from_safetensors(tmp_path / "in", {module: name for name, module in model.named_modules()})
     assert line in str(caught.value) and "\n" not in str(caught.value)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import dense
 from ranks import on_ranks
-from shardwright.cluster import Cluster, Link, Measured
-from shardwright.planner import collectives, products, profile
-from shardwright.planner.fits import NO_LIMIT, fit
-from shardwright.planner.profile import Effort
-from shardwright.planner.stopwatch import Stopwatch
+from shardwright.profile import collectives, products, profile
+from shardwright.profile.fits import NO_LIMIT, fit
+from shardwright.profile.profile import Effort
+from shardwright.profile.stopwatch import Stopwatch
+from shardwright.spec.cluster import Cluster, Link, Measured
 from test_cli import refused
 
 TINY = Effort(messages=(2**10, 2**14, 2**18), sizes=(16, 64), limit=64**3, beside=64, repetitions=1, least=1e-3)
@@ -122,7 +122,7 @@ def test_every_shape_of_group_is_measured_once():
 
 def messages():
     """Of each kind: (asked for, told, logged) bytes that this rank sends."""
-    from shardwright.comm import Runtime
+    from shardwright.runtime.runtime import Runtime
     from shardwright.trace import record
 
     n = dist.get_world_size()

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright import trace
-from shardwright.params import Cut, random
-from shardwright.params.random import fold, hashed, key_of, normal, trunc_normal, uniform
+from shardwright.values import random
+from shardwright.values.placement import Cut
+from shardwright.values.random import fold, hashed, key_of, normal, trunc_normal, uniform
 
 CPU = torch.device("cpu")
 DRAWS = 10**6

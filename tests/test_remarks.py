@@ -11,11 +11,11 @@ import pytest
 
 import shardwright as sw
 import tiny
-from shardwright import models
-from shardwright._plan import Plan
-from shardwright._remarks import not_applied, warnings_of
-from shardwright.layout import presets
-from shardwright.models import family_of
+from shardwright.families.table import family_of
+from shardwright.models.config import load_config
+from shardwright.models.remarks import not_applied, warnings_of
+from shardwright.spec.layout import presets
+from shardwright.spec.plan import Plan
 from test_cli import run
 
 TENSOR, GRID = {"data": 1, "tensor": 2}, {"i": 1, "j": 2, "l": 2}
@@ -36,7 +36,7 @@ def plan_of(name: str) -> Plan:
     """The preset with changes, said of each site."""
     mesh, changes = LAYOUTS[name]
     plan = tiny.plan_of(mesh, name.partition(",")[0])
-    sites = family_of(models.load_config(plan.config_path)).sites(models.load_config(plan.config_path), 1)
+    sites = family_of(load_config(plan.config_path)).sites(load_config(plan.config_path), 1)
     layouts = {site.name: replace(presets[name.partition(",")[0]](site), **changes) for site in sites}
     return plan.evolve(layouts=layouts)
 
@@ -45,7 +45,7 @@ def plan_of(name: str) -> Plan:
 def test_overlap_is_said_not_to_be_applied_just_where_collectives_are_blocking(name: str) -> None:
     """By the rehearsal: each collective of a site's X and Y says how it runs."""
     plan = plan_of(name)
-    config = models.load_config(plan.config_path)
+    config = load_config(plan.config_path)
     trace = sw.rehearse(config, plan, steps=1)
     said = {place for each in not_applied(config, plan) if each.setting.startswith("overlap") for place in each.where}
     names = [site.name for site in family_of(config).sites(config, 1)]
@@ -70,9 +70,7 @@ def test_other_settings_that_do_nothing() -> None:
         bucket="1MiB",
         in_flight=3,
     )
-    told = {
-        (each.setting, each.where, each.because) for each in not_applied(models.load_config(plan.config_path), plan)
-    }
+    told = {(each.setting, each.where, each.because) for each in not_applied(load_config(plan.config_path), plan)}
     every = ("model.embed_tokens", "model.layers.*.self_attn.qkv", "model.layers.*.self_attn.o")
     every = (*every, "model.layers.*.mlp.gate_up", "model.layers.*.mlp.down", "lm_head")
     assert told == {
@@ -89,7 +87,7 @@ def test_other_settings_that_do_nothing() -> None:
 
 def test_a_plan_whose_settings_all_apply_has_no_remarks() -> None:
     plan = tiny.plan_of({"data": 2, "tensor": 2}, "sequence-parallel", params={"*": "parameters"}, bucket="1MiB")
-    config = models.load_config(plan.config_path)
+    config = load_config(plan.config_path)
     assert not_applied(config, plan) == [] == warnings_of(config, plan, 1e-4)
 
 
@@ -101,7 +99,7 @@ def test_updates_that_vanish_are_warned_of(stored: str, rate: float, warned: boo
     import torch
 
     plan = tiny.plan_of({"data": 1, "tensor": 1}, "replicate", dtype="bfloat16", master_dtype=stored)
-    lines = warnings_of(models.load_config(plan.config_path), plan, rate)
+    lines = warnings_of(load_config(plan.config_path), plan, rate)
     assert bool(lines) == warned and all(line.startswith("master_dtype: ") and len(line) <= 300 for line in lines)
     weight = torch.ones(1, dtype=getattr(torch, stored))
     assert (weight - rate == weight).item() == warned

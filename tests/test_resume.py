@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import tiny
-from shardwright.params.tensor_file import TensorWriter
+from shardwright.checkpoint.tensor_file import TensorWriter
 from shardwright.train.data import standard_library_text
 from shardwright.train.loop import METRICS
 from shardwright.train.metrics import MetricsWriter, forget_metrics_after, read_metrics

@@ -10,8 +10,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from malformed import CLUSTER, CLUSTERS, PLAN, PLANS, RUN, RUNS
-from shardwright.layout import CHOICES, OPERAND_WORDS, presets
 from shardwright.report.schema import FILES, UNITS, file_fields, is_number, json_schema, markdown, unit
+from shardwright.spec.layout import CHOICES, OPERAND_WORDS, presets
 from test_cli import modules_after, refused, run
 
 PAGE = Path(__file__).parent.parent / "docs" / "files.md"
@@ -69,7 +69,7 @@ def layouts_options() -> list[dict[str, Any]]:
 
 def plain(text: str) -> Any:
     """What our own reader makes of a YAML text, before it is checked."""
-    from shardwright._files import _parse
+    from shardwright.files.parser import _parse
 
     return _parse("file", text)[0]
 

@@ -10,14 +10,14 @@ import pytest
 import shardwright as sw
 import tiny
 from planned import SIZES, Here, cluster, problem, quick, searched  # noqa: F401 (a fixture)
-from shardwright._errors import DoesNotFit, InputError
-from shardwright.mesh import ranks_along
-from shardwright.planner.candidate import Candidate, priced_in
-from shardwright.planner.explore import FIRST, candidates_of
-from shardwright.planner.pareto import curve
-from shardwright.planner.search import search
-from shardwright.planner.solve import fastest, peak_of, seconds_of
-from shardwright.planner.space import MODES, structures
+from shardwright.errors import DoesNotFit, InputError
+from shardwright.search.candidate import Candidate, priced_in
+from shardwright.search.explore import FIRST, candidates_of
+from shardwright.search.pareto import curve
+from shardwright.search.search import search
+from shardwright.solving.solve import fastest, peak_of, seconds_of
+from shardwright.space.space import MODES, structures
+from shardwright.spec.mesh import ranks_along
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -152,7 +152,7 @@ def priced(mesh: dict[str, int]) -> Candidate:
 
 def test_a_price_counts_what_every_micro_batch_holds(monkeypatch):
     """Three are rehearsed; the tokens of all are there from the start, and so are the losses of those before."""
-    monkeypatch.setattr("shardwright.planner.problem.structures", structures)
+    monkeypatch.setattr("shardwright.space.problem.structures", structures)
     asked = problem(cluster(), batch=32)
     whole = (c for c in candidates_of(asked) if c.structure.level == "replicate" and c.structure.stream == "split")
     found = next(c for c in whole if c.structure.mesh == {"data": 2, "tensor": 2} and c.structure.accumulation == 8)

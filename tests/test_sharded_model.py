@@ -10,8 +10,8 @@ import shardwright as sw
 import tiny
 from ranks import on_ranks
 from reference import assert_same
-from shardwright._rehearse import rehearse
-from shardwright.step import record_steps
+from shardwright.simulate.rehearsal import rehearse
+from shardwright.step.train_step import record_steps
 
 LEVELS = {
     "replicate": "replicate",

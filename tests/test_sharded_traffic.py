@@ -32,9 +32,9 @@ from nets import (
 )
 from ranks import on_ranks
 from reference import assert_same
-from shardwright._rehearse import stage
-from shardwright.params import InFlightError
-from shardwright.params import unit as parameter_group
+from shardwright.params import parameter_group
+from shardwright.params.schedule import InFlightError
+from shardwright.simulate.rehearsal import stage
 from shardwright.trace import Alloc, Op
 from shardwright.trace.events import POINTS
 

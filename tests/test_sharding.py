@@ -32,9 +32,10 @@ from nets import (
     worst,
 )
 from ranks import on_ranks
-from shardwright.mesh import chunk
-from shardwright.params import InFlightError, cut
+from shardwright.params.schedule import InFlightError
+from shardwright.spec.mesh import chunk
 from shardwright.trace import Alloc
+from shardwright.values.placement import cut
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import shardwright as sw
 import tiny
 from ranks import on_ranks
 from reference import against_hugging_face, assert_same, both
-from shardwright._rehearse import rehearse
-from shardwright.comm import Runtime
-from shardwright.params.clipping import grad_norm
-from shardwright.site import Linear
+from shardwright.runtime.runtime import Runtime
+from shardwright.simulate.rehearsal import rehearse
+from shardwright.spec.site import Linear
+from shardwright.step.clipping import grad_norm
 from test_checkpoint import load_and_train, same, train_and_save
 from test_families import path_of
 

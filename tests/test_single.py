@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright._errors import DoesNotFit
-from shardwright.cluster import Cluster
-from shardwright.cost.bounds import Grid
-from shardwright.cost.machine import Machine
-from shardwright.planner.single import fastest_single, singles
-from shardwright.site import Linear, Site
+from shardwright.errors import DoesNotFit
+from shardwright.formulas.bounds import Grid
+from shardwright.search.single import fastest_single, singles
+from shardwright.simulate.machine import Machine
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.site import Linear, Site
 
 GIB = 2**30
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.planner.solve import Assignment, BlockOption, FixedCost, fastest, leanest, peak_of, seconds_of
+from shardwright.solving.solve import Assignment, BlockOption, FixedCost, fastest, leanest, peak_of, seconds_of
 
 INSTANCES = 400
 UNITS = {"bytes": 1, "KiB": 2**10, "odd MiB": 2**20 + 1, "odd GiB": 2**30 - 3}

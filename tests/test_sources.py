@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from shardwright._errors import InputError
+from shardwright.errors import InputError
 from shardwright.train.run_file import FILES
 from shardwright.train.sources import KINDS, documents
 

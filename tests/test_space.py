@@ -10,14 +10,14 @@ import pytest
 import shardwright as sw
 import tiny
 from planned import BLOCKS, SIZES, Here, cluster, problem
-from shardwright.planner.beside import improved
-from shardwright.planner.candidate import Candidate, priced_in
-from shardwright.planner.explore import candidates_of
-from shardwright.planner.floor import PartBound, RehearsedBound, joined, rehearsed_bounds_of
-from shardwright.planner.limits import FormulaBound
-from shardwright.planner.space import CHUNKED, GRIDS, MODES, Mode, Structure
+from shardwright.pricing.formula_bounds import FormulaBound
+from shardwright.pricing.rehearsed_bounds import PartBound, RehearsedBound, joined, rehearsed_bounds_of
+from shardwright.search.candidate import Candidate, priced_in
+from shardwright.search.explore import candidates_of
+from shardwright.search.neighbours import improved
+from shardwright.simulate.timeline import timeline
+from shardwright.space.space import CHUNKED, GRIDS, MODES, Mode, Structure
 from shardwright.trace import Op
-from shardwright.trace.timeline import timeline
 from test_families import FAMILIES
 
 PLAIN = Structure(1, 1, 2, 2, "split", "replicate", False, 1)

@@ -16,11 +16,11 @@ import tiny
 from nets import CASES, FEW, LEVELS, counts, gradients_match, record_steps
 from ranks import on_ranks
 from reference import assert_same
-from shardwright import models
-from shardwright._rehearse import rehearse
 from shardwright.comm import exchange
+from shardwright.models.config import load_config
 from shardwright.params.stored import StoredParameter
-from shardwright.planner.pace import cap_of
+from shardwright.simulate.rehearsal import rehearse
+from shardwright.stretching.bucket_period import cap_of
 from shardwright.trace import Free, Op
 
 CAP = 2**13
@@ -172,14 +172,14 @@ def test_what_a_bin_brings_goes_on_at_once_and_lands_while_backward_runs():
     path = tiny.config_path(num_hidden_layers=6)
     axes, params = {"data": 2, "tensor": 2}, {"*": "gradients"}
     plan = tiny.plan_of(axes, "sequence-parallel", path, params=params, accumulation=2)
-    plan = plan.evolve(bucket=cap_of(models.load_config(path), plan, 1))
+    plan = plan.evolve(bucket=cap_of(load_config(path), plan, 1))
     for rank, (_, real) in enumerate(on_ranks(4, tiny.train, plan, 2, 2, path)):
         if rank in (0, 3):
             assert_same(rehearse(path, plan, rank=rank), real)
         moves = [c.axes for c in real.collectives if c.step == 2 and c.module == "bucket"]
         assert moves.count(("data",)) == moves.count(("tensor",)) == 2 * 7, "six blocks and the last norm"
         assert moves[:4] == [("data",), ("tensor",)] * 2
-        part = models.load_config(path).hidden_size // 2 * 4
+        part = load_config(path).hidden_size // 2 * 4
         assert freed_before_the_end(real, part) == 10, "two of each bin but the last two"
 
 
@@ -191,7 +191,7 @@ def test_what_a_full_bin_becomes_has_room_in_a_bin_whatever_its_type(backend, re
     params = {"*": {"level": "gradients", "reduce_dtype": reduce_dtype}}
     plan = tiny.plan_of({"data": 2, "tensor": 2}, "sequence-parallel", path, params=params, backend=backend)
     plan = plan.evolve(dtype="bfloat16", master_dtype="float32")
-    plan = plan.evolve(bucket=cap_of(models.load_config(path), plan, 1))
+    plan = plan.evolve(bucket=cap_of(load_config(path), plan, 1))
     moves = [c for c in rehearse(path, plan).collectives if c.step == 2 and c.module == "bucket"]
     for axes in (("data",), ("tensor",)):
         assert len([c for c in moves if c.axes == axes]) == 7

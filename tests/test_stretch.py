@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-import shardwright.planner.runs
+import shardwright.stretching.runs
 import tiny
-from shardwright import models
-from shardwright._errors import InputError
-from shardwright._plan import Plan
-from shardwright._rehearse import rehearse
-from shardwright.models import family_of
-from shardwright.planner import stretch
-from shardwright.planner.pace import bucket_period, cap_of
-from shardwright.planner.repeat import Repeat, repeated
-from shardwright.planner.runs import runs
-from shardwright.planner.segments import NotPeriodic
-from shardwright.planner.stretch import rehearse_stretched
+from shardwright.errors import InputError
+from shardwright.families.table import family_of
+from shardwright.models.config import load_config
+from shardwright.simulate.rehearsal import rehearse
+from shardwright.spec.plan import Plan
+from shardwright.stretching import stretch
+from shardwright.stretching.bucket_period import bucket_period, cap_of
+from shardwright.stretching.repeat import Repeat, repeated
+from shardwright.stretching.runs import runs
+from shardwright.stretching.segments import NotPeriodic
+from shardwright.stretching.stretch import rehearse_stretched
 from shardwright.trace import Collective, Op, Trace, Wait
 from test_families import FAMILIES
 
@@ -43,11 +43,11 @@ def case(
     settings = {"batch": 4, "sequence": 8, "in_flight": 1, **settings}
     plan = tiny.plan_of({"data": 2, "tensor": 2}, settings.pop("layout", "sequence-parallel"), path, **settings)
     if overlap != "blocking":
-        config = models.load_config(path)
+        config = load_config(path)
         sites = family_of(config).sites(config, plan.batch * plan.sequence)
         plan = plan.evolve(layouts={s.name: replace(plan.layout_for(s), overlap=overlap) for s in sites})
     if bins:
-        plan = plan.evolve(bucket=cap_of(models.load_config(path), plan, bins))
+        plan = plan.evolve(bucket=cap_of(load_config(path), plan, bins))
     return path, plan
 
 
@@ -77,7 +77,7 @@ def test_a_stretched_rehearsal_is_the_full_one(name, monkeypatch):
     seen = blocks_rehearsed(monkeypatch)
     stretched = rehearse_stretched(path, plan, rank=1)
     full = rehearse(path, plan, rank=1)
-    assert seen and max(seen) < models.load_config(path).num_hidden_layers, "nothing was stretched"
+    assert seen and max(seen) < load_config(path).num_hidden_layers, "nothing was stretched"
     assert stretched.events == full.events
     assert stretched.storages == full.storages
     assert stretched.saved == full.saved
@@ -92,7 +92,7 @@ def blocks_rehearsed(monkeypatch) -> list[int]:
         seen.append(config.num_hidden_layers)
         return rehearse(config, *rest)
 
-    for module in (stretch, shardwright.planner.runs):
+    for module in (stretch, shardwright.stretching.runs):
         monkeypatch.setattr(module, "rehearse", spy)
     return seen
 
@@ -193,7 +193,7 @@ def test_on_nccl_a_gathered_input_is_multiplied_as_one():
 def test_bins_come_round_after_the_blocks_that_fill_them(family, params, bins, expected):
     """Of gemma2's blocks two in turn are unlike, so what repeats is whole pairs."""
     path, plan = case(family, 12, params=params, bins=bins)
-    config = models.load_config(path)
+    config = load_config(path)
     unit = [0, 1] if family == "gemma2" else [0]
     assert bucket_period(family_of(config), config, plan, 0, unit) == expected
     assert bucket_period(family_of(config), config, plan.evolve(bucket=plan.bucket + 512), 0, unit) is None
@@ -203,4 +203,4 @@ def test_a_cap_whose_bins_do_not_come_round_together_is_refused():
     """Stored whole, biases and norms of gpt2 are summed over different ranks: they fill bins of their own."""
     path, plan = case("gpt2", 6, params={"*": "replicate"})
     with pytest.raises(InputError, match="bucket: found bins that come round after None blocks"):
-        cap_of(models.load_config(path), plan, 2)
+        cap_of(load_config(path), plan, 2)

@@ -12,7 +12,8 @@ import dense
 import shardwright as sw
 import tiny
 from ranks import on_ranks
-from shardwright import models
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
 from test_values import WITHOUT_RULES
 
 ONE, TWO = {"data": 1, "tensor": 1}, {"data": 1, "tensor": 2}
@@ -95,7 +96,7 @@ BEFORE = {
 
 
 def refused_before(name, live):
-    model = models.build_meta(models.load_config(tiny.config_path()), "float32")
+    model = build_meta(load_config(tiny.config_path()), "float32")
     if live:
         model = model.to_empty(device="cpu")
     BEFORE[name][0](model)
@@ -193,7 +194,7 @@ def adapted(level):
     plan = tiny.plan_of(axes, "replicate", path, fallback=True, dtype="float64", params={"*": level})
     mesh = dense.mesh_of(**axes)
     with torch.device("cpu"):
-        model = type(models.build_meta(models.load_config(path), "float64"))(models.load_config(path)).double()
+        model = type(build_meta(load_config(path), "float64"))(load_config(path)).double()
     wrap(model, "model.layers.1.mlp.c_proj")
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import shardwright as sw
 import tiny
-from shardwright.cluster import Cluster, Device, Link, Links, Measured
-from shardwright.cost.machine import Machine
+from shardwright.simulate.machine import Machine
+from shardwright.simulate.timeline import COMPUTE, Span, timeline
+from shardwright.spec.cluster import Cluster, Device, Link, Links, Measured
 from shardwright.trace import Collective, Op, Wait
-from shardwright.trace.timeline import COMPUTE, Span, timeline
 
 MESH = {"x": 2, "y": 2, "t": 3}
 

@@ -19,9 +19,9 @@ from pyarrow import parquet
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import tiny
-from shardwright._files import write_yaml
-from shardwright._launched import REFUSAL_SECONDS
-from shardwright._plan import Plan
+from shardwright.comm.launched import REFUSAL_SECONDS
+from shardwright.files.parser import write_yaml
+from shardwright.spec.plan import Plan
 from shardwright.train import launcher
 from shardwright.train.data import load_tokenizer, standard_library_text, train_tokenizer
 from shardwright.train.loop import EVALUATION_TOKENS, EVENTS, METRICS, TOKENS, train

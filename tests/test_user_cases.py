@@ -38,10 +38,10 @@ import tiny
 from nets import Chain, most, recorded
 from ranks import on_ranks
 from reference import assert_same, both
-from shardwright._rehearse import stage
-from shardwright.layers import VocabParallelLoss
-from shardwright.linear.carrier import tokens_of
-from shardwright.params.initial import Unfilled, from_seed
+from shardwright.layers.loss import VocabParallelLoss
+from shardwright.reshard.carrier import tokens_of
+from shardwright.simulate.rehearsal import stage
+from shardwright.values.initial import Unfilled, from_seed
 
 COLUMN = sw.GridLayout(n="tensor", x="sharded", save_x="shard")
 

@@ -1,4 +1,6 @@
-"""The formulas of cost/volume.py against what real ranks count: collectives, saved bytes and transients, exactly."""
+"""The formulas of formulas/volume.py against what real ranks count: collectives, saved bytes and transients,
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ import grids
 import shardwright as sw
 from counting import counted
 from ranks import on_ranks
-from shardwright.cost import Volume, site_volume
-from shardwright.layout import CHOICES
-from shardwright.site import Linear, Site
+from shardwright.formulas.volume import Volume, site_volume
+from shardwright.spec.layout import CHOICES
+from shardwright.spec.site import Linear, Site
 from test_grid_linear import LAYOUTS, with_data
 
 

@@ -14,9 +14,10 @@ import torch
 
 import dense
 import shardwright as sw
-from shardwright import models
-from shardwright._plan import Plan
-from shardwright.step import record_steps
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.spec.plan import Plan
+from shardwright.step.train_step import record_steps
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
@@ -80,7 +81,7 @@ def batches(plan: Plan, steps: int, place: int = 0) -> list[list[tuple[torch.Ten
 def build(plan: Plan, path: Path | None = None):
     """(model, mesh) of this rank."""
     mesh = dense.mesh_of(**plan.mesh)
-    model = models.build_meta(models.load_config(path or config_path()), plan.stored_dtype)
+    model = build_meta(load_config(path or config_path()), plan.stored_dtype)
     return sw.parallelize(model, mesh, plan), mesh
 
 

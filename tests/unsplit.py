@@ -8,9 +8,10 @@ import transformers
 import dense
 import shardwright as sw
 import tiny
-from shardwright import models
-from shardwright.params import cut
-from shardwright.step import record_steps
+from shardwright.models.build import build_meta
+from shardwright.models.config import load_config
+from shardwright.step.train_step import record_steps
+from shardwright.values.placement import cut
 from unruled import FAMILIES
 
 BATCH, SEQUENCE = 4, 11
@@ -37,7 +38,7 @@ def rows_of(mesh, whole):
 
 def dense_of(model, path, attention="eager"):
     """The unmodified model with the values of a parallelized one."""
-    config = models.load_config(path)
+    config = load_config(path)
     config.use_cache = False
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     whole = {
@@ -76,7 +77,7 @@ def errors_of(model, mesh, reference, **more):
 
 def built(plan, path, source=None):
     mesh = dense.mesh_of(**plan.mesh)
-    return sw.parallelize(models.build_meta(models.load_config(path)), mesh, plan, source)
+    return sw.parallelize(build_meta(load_config(path)), mesh, plan, source)
 
 
 def against_own_code(path, plan):

@@ -1,6 +1,6 @@
 """``python -m shardwright``: the command line."""
 
-from shardwright.cli import main
+from shardwright.cli.common import main
 
 if __name__ == "__main__":
     main()

@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwright.comm import Runtime
+from shardwright.runtime.runtime import Runtime
 from support.operations import BrokenRule, Operation, raw
 
 BACKEND = "emulated_nccl"

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright._errors import BAD_INPUT, DOES_NOT_FIT, DoesNotFit, InputError
-from shardwright._replacing import check_directory
-from shardwright.sharding import LEVELS
+from shardwright.errors import BAD_INPUT, DOES_NOT_FIT, DoesNotFit, InputError
+from shardwright.files.replacing import check_directory
+from shardwright.spec.sharding import LEVELS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardwright._remarks import NotApplied
+    from shardwright.models.remarks import NotApplied
 
 # Everything heavy (torch, transformers) is imported inside the commands, so that --help answers at once, and after
 # their arguments are checked, so that a refusal does too.

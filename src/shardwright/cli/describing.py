@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from shardwright._config_file import config_file, read_config
-from shardwright._errors import InputError
-from shardwright._replacing import check_directory, write_text
 from shardwright.cli.common import app, exit_status
+from shardwright.errors import InputError
+from shardwright.files.config_file import config_file, read_config
+from shardwright.files.replacing import check_directory, write_text
 
 
 @app.command()
@@ -25,12 +25,13 @@ def bounds(
         counts, sizes = _numbers(ranks, "--ranks"), _numbers(tokens, "--tokens")
         read_config(config_file(config))
 
-        from shardwright import models
+        from shardwright.families.table import family_of
+        from shardwright.models.config import load_config
         from shardwright.report.bounds import bounds_table
         from shardwright.report.console import table_console
 
-        loaded = models.load_config(config)
-        sites = models.family_of(loaded).sites(loaded, 1)
+        loaded = load_config(config)
+        sites = family_of(loaded).sites(loaded, 1)
         table_console().print(bounds_table(sites, counts, sizes))
 
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright._errors import InputError
-from shardwright._replacing import write_text
 from shardwright.cli.common import DTYPES, SIZE, STORED, JsonOption, app, check_directories, exit_status, tell_remarks
-from shardwright.planner import SECONDS
+from shardwright.errors import InputError
+from shardwright.files.replacing import write_text
+from shardwright.space.request import SECONDS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardwright.planner.asked import Asked
+    from shardwright.space.request import Asked
 
 
 @app.command()
@@ -64,13 +64,13 @@ def plan(
         given = [option for option, wanted in counted.items() if wanted]
         if len(given) > 1:
             raise InputError(f"{given[0]}: found it beside {given[1]}; allowed: one of them")
-        from shardwright.planner.asked import asked
+        from shardwright.space.request import asked
 
         types = (DTYPES.get(dtype, dtype), DTYPES.get(master_dtype, master_dtype))
         ask = asked(config, cluster or devices or "", memory, batch, sequence, *types, backend, level, fallback)
 
-        from shardwright.planner.request import runs_unsplit
         from shardwright.report.console import table_console
+        from shardwright.search.plan import runs_unsplit
 
         console = table_console()
         if not runs_unsplit(ask):
@@ -94,11 +94,11 @@ def _searched(
     picture: Path | None,
 ) -> None:
     """The search, written and told. answer: an option, or none of them."""
-    from shardwright._remarks import not_applied, warnings_of
-    from shardwright.planner import pareto
-    from shardwright.planner.request import largest_batch, least_devices, longest_sequence, problem_of
-    from shardwright.planner.search import search
+    from shardwright.models.remarks import not_applied, warnings_of
     from shardwright.report import planning
+    from shardwright.search import pareto
+    from shardwright.search.plan import largest_batch, least_devices, longest_sequence, problem_of
+    from shardwright.search.search import search
 
     searches = {"--min-devices": least_devices, "--max-sequence": longest_sequence, "--max-batch": largest_batch}
     problem = problem_of(ask)
@@ -126,14 +126,14 @@ def _searched(
 
 def _unsplit(console: Console, ask: Asked, output: Path | None, json_path: Path | None) -> None:
     """The best data-parallel plan of a model without a rule table, written and told."""
-    from shardwright import models
-    from shardwright._remarks import not_applied, warnings_of
-    from shardwright.planner.fallback import search_unsplit
+    from shardwright.models.config import load_config
+    from shardwright.models.remarks import not_applied, warnings_of
     from shardwright.report import unsplit
+    from shardwright.search.unsplit import search_unsplit
 
     with console.status("planning") as status:
         found = search_unsplit(ask, tell=lambda line: status.update(f"planning: {line}"))
-    config = models.load_config(ask.base.config_path)
+    config = load_config(ask.base.config_path)
     unapplied = not_applied(config, found.plan)
     if output is not None:
         found.plan.save(output)

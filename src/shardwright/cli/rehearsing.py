@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright._config_file import read_config
-from shardwright._errors import InputError
-from shardwright._replacing import write_text
 from shardwright.cli.common import DTYPES, STORED, JsonOption, app, check_directories, exit_status, tell_remarks
+from shardwright.errors import InputError
+from shardwright.files.config_file import read_config
+from shardwright.files.replacing import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardwright._plan import Plan
-    from shardwright._remarks import NotApplied
+    from shardwright.models.remarks import NotApplied
+    from shardwright.spec.plan import Plan
     from shardwright.trace import Trace
 
 
@@ -51,7 +51,7 @@ def rehearse(
 ) -> None:
     """Tell what one training step allocates and sends, without running it: no accelerator, any number of ranks."""
     with exit_status():
-        from shardwright._plan import Plan
+        from shardwright.spec.plan import Plan
 
         choices = {
             "layout": layout,
@@ -78,8 +78,8 @@ def rehearse(
 
 
 def _plan_for_config(config: Path, choices: dict[str, Any]) -> Plan:
-    from shardwright._plan import Plan
-    from shardwright.mesh import parse_mesh
+    from shardwright.spec.mesh import parse_mesh
+    from shardwright.spec.plan import Plan
 
     for name in ("layout", "mesh", "batch", "sequence"):
         if choices[name] is None:
@@ -108,17 +108,17 @@ def _ranks(text: str, world: int) -> list[int]:
 def _rehearse(
     plan: Plan, ranks: list[int], job: str, cluster_path: Path | None, json_path: Path | None, picture: Path | None
 ) -> None:
-    from shardwright.cluster import Cluster
+    from shardwright.spec.cluster import Cluster
 
     cluster = Cluster.load(cluster_path) if cluster_path is not None else None
     if cluster is not None:
         cluster.check_devices(plan.world_size, str(cluster_path))
     check_directories(json=json_path, svg=picture)
 
-    from shardwright import models
-    from shardwright._rehearse import rehearse as rehearse_rank
-    from shardwright._remarks import not_applied, warnings_of
+    from shardwright.models.config import load_config
+    from shardwright.models.remarks import not_applied, warnings_of
     from shardwright.report.console import save_picture, table_console
+    from shardwright.simulate.rehearsal import rehearse as rehearse_rank
 
     console = table_console(record=picture is not None)
     traces: dict[int, Trace] = {}
@@ -132,7 +132,7 @@ def _rehearse(
         from shardwright.report.bounds import sites_table
 
         console.print(sites_table(sites))
-    config = models.load_config(plan.config_path)
+    config = load_config(plan.config_path)
     unapplied = not_applied(config, plan)
     tell_remarks(console, unapplied, warnings_of(config, plan))
     if picture is not None:
@@ -148,7 +148,7 @@ def _rehearse(
 
 def _show(console: Console, traces: dict[int, Trace]) -> None:
     """Peaks by phase, the ledger, and of the fullest rank what is alive at the peak and what it sends."""
-    from shardwright._files import format_bytes
+    from shardwright.files.parser import format_bytes
     from shardwright.report.ledger import ledger_table, peak_table
     from shardwright.report.volume import collectives_table
 
@@ -167,14 +167,15 @@ def _sites(plan: Plan, traces: dict[int, Trace]) -> list[dict[str, Any]]:
     """What each site moves on the fullest rank, beside the bound; nothing for a model without a rule table."""
     import torch
 
-    from shardwright import models
+    from shardwright.families.table import family_of, has_rule
+    from shardwright.models.config import load_config
     from shardwright.report.bounds import sites_json
 
-    config = models.load_config(plan.config_path)
-    if not models.has_rule(config):
+    config = load_config(plan.config_path)
+    if not has_rule(config):
         return []
     fullest = max(traces.values(), key=lambda trace: trace.peak_bytes)
-    sites = models.family_of(config).sites(config, plan.batch * plan.sequence)
+    sites = family_of(config).sites(config, plan.batch * plan.sequence)
     return sites_json(fullest, sites, plan.world_size, getattr(torch, plan.dtype).itemsize, plan.accumulation)
 
 

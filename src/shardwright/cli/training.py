@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from shardwright._errors import InputError
 from shardwright.cli.common import DTYPES, SIZE, STORED, JsonOption, app, exit_status
+from shardwright.errors import InputError
 
 
 @app.command()
@@ -29,7 +29,7 @@ def demo(
 ) -> None:
     """Do the whole job on this machine: profile it, plan a small Llama, train with the plan, compare."""
     with exit_status():
-        from shardwright._files import parse_bytes
+        from shardwright.files.parser import parse_bytes
 
         limit = parse_bytes(memory, "--memory") if memory is not None else None
 
@@ -91,6 +91,6 @@ def profile(
     python -m torch.distributed.run --nproc-per-node N -m shardwright profile -o CLUSTER.yaml
     """
     with exit_status():
-        from shardwright.planner.profile import profile as measure
+        from shardwright.profile.profile import profile as measure
 
         measure(output, mesh, [DTYPES.get(name, name) for name in dtype or []], quick)

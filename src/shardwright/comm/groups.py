@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright._errors import InputError
 from shardwright.comm.divergence import LastIssued
 from shardwright.comm.library import few, stated_timeout, timeout_of
-from shardwright.mesh import coordinates, nested_chunk
+from shardwright.errors import InputError
+from shardwright.spec.mesh import coordinates, nested_chunk
 
 
 @dataclass(frozen=True)

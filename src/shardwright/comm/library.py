@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright._errors import InputError
+from shardwright.errors import InputError
 
 
 def declared_backend(mesh: DeviceMesh) -> str:

@@ -15,18 +15,18 @@ from typing import Any
 
 from rich.console import Console
 
-from shardwright._errors import InputError
-from shardwright._rehearse import rehearse
-from shardwright._replacing import write_text
 from shardwright.demo.text import write_run, write_text_and_tokenizer
 from shardwright.demo.wanted import Wanted, check_places
-from shardwright.planner.problem import Problem
-from shardwright.planner.request import request
-from shardwright.planner.search import Found, search
+from shardwright.errors import InputError
+from shardwright.files.replacing import write_text
 from shardwright.report import planning
 from shardwright.report.console import table_console
 from shardwright.report.ledger import ledger_json, ledger_table, rank_label
 from shardwright.report.volume import collectives_json
+from shardwright.search.plan import request
+from shardwright.search.search import Found, search
+from shardwright.simulate.rehearsal import rehearse
+from shardwright.space.problem import Problem
 from shardwright.trace import Trace
 from shardwright.train.launch import launch
 from shardwright.train.loop import METRICS, RECORDED_STEPS, trace_name

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright._errors import InputError
-from shardwright._replacing import check_directory
-from shardwright.sharding import LEVELS
+from shardwright.errors import InputError
+from shardwright.files.replacing import check_directory
+from shardwright.spec.sharding import LEVELS
 from shardwright.train.loop import RECORDED_STEPS
 
 DTYPES = ("float32", "bfloat16")

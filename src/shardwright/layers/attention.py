@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from transformers import AttentionInterface
 
-from shardwright._errors import InputError
+from shardwright.errors import InputError
 
 NAME = "shardwright"
 

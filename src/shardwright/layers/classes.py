@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright import trace
-from shardwright._errors import InputError
+from shardwright.errors import InputError
 
 
 def check_classes(field: str, numbers: torch.Tensor, classes: int, ignored: int | None = None) -> None:

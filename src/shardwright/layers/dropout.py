@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.params.random import CHUNK, fold, hashed
+from shardwright.values.random import CHUNK, fold, hashed
 
 Place = Callable[[torch.Tensor], tuple[int, int, int]]
 """A local input → (first row, first column, columns of the whole); its leading dimensions together are the rows."""

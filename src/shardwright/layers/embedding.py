@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.comm import AxisGroup, reduce_output
+from shardwright.comm.groups import AxisGroup
 from shardwright.layers.classes import check_classes
-from shardwright.linear.carrier import Carrier, TokenShape
-from shardwright.linear.product import Product
-from shardwright.params import StoredParameter, Use
+from shardwright.overlap.product import Product
+from shardwright.params.parameter_group import Use
+from shardwright.params.stored import StoredParameter
+from shardwright.reshard.carrier import Carrier, TokenShape
+from shardwright.runtime.reduction import reduce_output
 
 
 class _Lookup(torch.autograd.Function):

@@ -19,8 +19,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import trace
-from shardwright.comm import AxisGroup, Runtime, all_gather, all_reduce
+from shardwright.comm.collectives import all_gather, all_reduce
+from shardwright.comm.groups import AxisGroup
 from shardwright.layers.classes import check_classes
+from shardwright.runtime.runtime import Runtime
 
 IGNORED = -100
 """The label of a token without a target."""

@@ -28,8 +28,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardwright.comm import AxisGroup, all_gather, all_reduce
-from shardwright.params import StoredParameter, Use
+from shardwright.comm.collectives import all_gather, all_reduce
+from shardwright.comm.groups import AxisGroup
+from shardwright.params.parameter_group import Use
+from shardwright.params.stored import StoredParameter
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from shardwright._errors import InputError
-from shardwright.layout import GridLayout
-from shardwright.linear.carrier import Carrier, tokens_of
-from shardwright.linear.heads import HeadExchange, HeadGather
-from shardwright.linear.product import Product, activation_placements, bias_placements, weight_placements
+from shardwright.errors import InputError
 from shardwright.linear.site_product import SiteProduct
-from shardwright.params import ParameterStore, StoredParameter
-from shardwright.params.initial import Source, from_values
-from shardwright.sharding import Sharding
-from shardwright.site import Linear
+from shardwright.overlap.product import Product, activation_placements, bias_placements, weight_placements
+from shardwright.params.store import ParameterStore
+from shardwright.params.stored import StoredParameter
+from shardwright.reshard.carrier import Carrier, tokens_of
+from shardwright.reshard.head_exchange import HeadExchange, HeadGather
+from shardwright.spec.layout import GridLayout
+from shardwright.spec.sharding import Sharding
+from shardwright.spec.site import Linear
+from shardwright.values.initial import Source, from_values
 
 
 class GridLinear(nn.Linear):

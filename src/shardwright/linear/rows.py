@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from shardwright._errors import InputError
-from shardwright.comm import Runtime
+from shardwright.errors import InputError
+from shardwright.runtime.runtime import Runtime
 
 
 class RowsAgree:

@@ -1,9 +1,9 @@
 """A site's products as one autograd node, whatever the number of linears.
 
 The node gathers once, saves once, and issues the reduction of dX before it forms the dWs. The reduction of Y is a node
-of its own (comm/reduction.py). Where W is gathered, its gather begins before that of X, and in backward before that of
-dY, so that both travel together; dW's reduction is the store's, which waits for it later. The first sibling called with
-a tensor computes all; the others take their result.
+of its own (runtime/reduction.py). Where W is gathered, its gather begins before that of X, and in backward before that
+of dY, so that both travel together; dW's reduction is the store's, which waits for it later. The first sibling called
+with a tensor computes all; the others take their result.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
-from shardwright.comm import reduce_output
-from shardwright.linear import asynchronous, blocking, compiled, ring
-from shardwright.linear.conversion import Conversion
-from shardwright.linear.pieces import WeightGradients
-from shardwright.linear.product import Product
+from shardwright.linear import compiled
 from shardwright.linear.rows import RowsAgree
-from shardwright.linear.work import Backward, Biases, Forward, Weights
-from shardwright.params import StoredParameter, Use
+from shardwright.overlap import asynchronous, blocking, ring
+from shardwright.overlap.pieces import WeightGradients
+from shardwright.overlap.product import Product
+from shardwright.overlap.work import Backward, Biases, Forward, Weights
+from shardwright.params.parameter_group import Use
+from shardwright.params.stored import StoredParameter
+from shardwright.reshard.conversion import Conversion
+from shardwright.runtime.reduction import reduce_output
 
 Uses = list[tuple[Use | None, Use | None]]
 """What one forward announced to the store: (of W_i, of its inner bias), a linear each."""

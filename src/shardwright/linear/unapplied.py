@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from shardwright.layout import GridLayout
+from shardwright.spec.layout import GridLayout
 
 Unapplied = tuple[str, str]
 """(setting, such as ``overlap: async``; because)."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from shardwright._config_file import short
-from shardwright._errors import InputError
+from shardwright.errors import InputError
+from shardwright.files.config_file import short
 from shardwright.models.config import warnings_held
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

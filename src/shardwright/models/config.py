@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwright._config_file import config_file, read_config, short
-from shardwright._errors import InputError
-from shardwright._files import found_text
+from shardwright.errors import InputError
+from shardwright.files.config_file import config_file, read_config, short
+from shardwright.files.parser import found_text
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 """What a config must state as far as its family has it, under these names or its own (``n_embd``): transformers would

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright._errors import InputError
+from shardwright.errors import InputError
 
 
 def check_positions(config: Any, sequence: int) -> str | None:

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwright.sharding import FAIR_SHARE
+from shardwright.spec.sharding import FAIR_SHARE
 
 if TYPE_CHECKING:
+    from shardwright.params.parameter_group import ParameterGroup
     from shardwright.params.stored import StoredParameter
-    from shardwright.params.unit import ParameterGroup
 
 
 @dataclass(frozen=True)

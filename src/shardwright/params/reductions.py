@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.comm.agreement import Agreement, agree
-from shardwright.comm.bucket import Load
 from shardwright.comm.divergence import DivergenceError
+from shardwright.params.gradient_bucketing import GradientBucketing
 from shardwright.params.launches import Launch, Launches
-from shardwright.params.sharing import GradientBucketing
-from shardwright.params.unit import Handles, ParameterGroup
-from shardwright.sharding import ONCE_A_STEP
+from shardwright.params.parameter_group import Handles, ParameterGroup
+from shardwright.runtime.bucket import Load
+from shardwright.spec.sharding import ONCE_A_STEP
 
 if TYPE_CHECKING:
     from shardwright.params.stored import StoredParameter

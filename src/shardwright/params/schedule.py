@@ -16,9 +16,9 @@ from torch.autograd import Variable
 
 from shardwright import trace
 from shardwright.comm.agreement import Agreement, agree
+from shardwright.params.parameter_group import ParameterGroup
 from shardwright.params.reductions import Reductions
-from shardwright.params.unit import ParameterGroup
-from shardwright.sharding import Sharding
+from shardwright.spec.sharding import Sharding
 
 
 class InFlightError(RuntimeError):

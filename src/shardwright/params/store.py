@@ -11,17 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwright._errors import InputError
-from shardwright.comm import Runtime
-from shardwright.comm.runtime import names_of
-from shardwright.mesh import chunk
+from shardwright.errors import InputError
 from shardwright.params import hooks
-from shardwright.params.initial import Source
-from shardwright.params.placement import Cut, cut_of, make_parameter
+from shardwright.params.parameter_group import ParameterGroup
 from shardwright.params.schedule import Schedule
 from shardwright.params.stored import StoredParameter
-from shardwright.params.unit import ParameterGroup
-from shardwright.sharding import Sharding
+from shardwright.runtime.runtime import Runtime, names_of
+from shardwright.spec.mesh import chunk
+from shardwright.spec.sharding import Sharding
+from shardwright.values.initial import Source
+from shardwright.values.placement import Cut, cut_of, make_parameter
 
 Storage = tuple[DeviceMesh, list[Placement], tuple[str, ...]]
 """(mesh, placements, axes that split storage): where a parameter's shard lies."""

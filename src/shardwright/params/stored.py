@@ -13,14 +13,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright import trace
-from shardwright.comm import Runtime
 from shardwright.params import hooks
 from shardwright.params.accumulated import AccumulatedGradient, accumulated_gradient
-from shardwright.params.placement import cut_of
+from shardwright.params.parameter_group import ParameterGroup, Use, Version
 from shardwright.params.schedule import Schedule
-from shardwright.params.unit import ParameterGroup, Use, Version
 from shardwright.params.written import differs, fingerprint
-from shardwright.sharding import Sharding
+from shardwright.runtime.runtime import Runtime
+from shardwright.spec.sharding import Sharding
+from shardwright.values.placement import cut_of
 
 
 class StoredParameter:

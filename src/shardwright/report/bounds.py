@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from shardwright.cost.bounds import best_grid, lower_bound, ratio
-from shardwright.site import Site
+from shardwright.formulas.bounds import best_grid, lower_bound, ratio
+from shardwright.spec.site import Site
 from shardwright.trace import Trace
 
 

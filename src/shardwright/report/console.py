@@ -8,7 +8,7 @@ from pathlib import Path
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from shardwright._replacing import write_text
+from shardwright.files.replacing import write_text
 
 _SVG = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 """rich's picture of a terminal, without its fonts from the network."""

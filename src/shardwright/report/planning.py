@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.table import Table
 
-from shardwright._files import format_bytes
-from shardwright.cost.bounds import Grid
-from shardwright.planner.candidate import told
-from shardwright.planner.distance import Distance, distance
-from shardwright.planner.pareto import Knob, Point
-from shardwright.planner.search import Found
+from shardwright.files.parser import format_bytes
+from shardwright.formulas.bounds import Grid
+from shardwright.search.candidate import told
+from shardwright.search.distance import Distance, distance
+from shardwright.search.pareto import Knob, Point
+from shardwright.search.search import Found
 
 ROWS = 12
 """Candidates that are told, at most."""

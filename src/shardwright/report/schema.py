@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from shardwright._files import allowed_text, resolve
-from shardwright._plan import Plan
-from shardwright.cluster import Cluster
+from shardwright.files.parser import allowed_text, resolve
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.plan import Plan
 from shardwright.train.run_file import Run
 
 FILES: dict[str, type[BaseModel]] = {"plan": Plan, "cluster": Cluster, "run": Run}

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from shardwright._files import format_bytes
-from shardwright.planner.fallback import FoundUnsplit, Rehearsed
+from shardwright.files.parser import format_bytes
+from shardwright.search.unsplit import FoundUnsplit, Rehearsed
 
 
 def headline(found: FoundUnsplit) -> list[str]:

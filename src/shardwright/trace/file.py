@@ -9,7 +9,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from shardwright._errors import InputError
+from shardwright.errors import InputError
 from shardwright.trace.events import Alloc, Collective, Event, Free, Mark, Op, Storage, Wait
 
 FORMAT, VERSION = "shardwright.trace", 1

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from shardwright._errors import InputError
-from shardwright._replacing import replacing
-from shardwright.mesh import chunk
+from shardwright.errors import InputError
+from shardwright.files.replacing import replacing
+from shardwright.spec.mesh import chunk
 
 if TYPE_CHECKING:
     import numpy

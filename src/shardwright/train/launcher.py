@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from shardwright._errors import BAD_INPUT, DOES_NOT_FIT
+from shardwright.errors import BAD_INPUT, DOES_NOT_FIT
 
 
 def main(ranks: int, words: Sequence[str]) -> int:

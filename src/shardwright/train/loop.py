@@ -17,11 +17,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright import mesh as mesh_math
-from shardwright._errors import DOES_NOT_FIT, DoesNotFit, InputError
-from shardwright._launched import POLL_SECONDS, Place, join, refuse, tell
-from shardwright._plan import ANSWERS, Plan
-from shardwright.cluster import Cluster
+from shardwright.comm.launched import POLL_SECONDS, Place, join, refuse, tell
+from shardwright.errors import DOES_NOT_FIT, DoesNotFit, InputError
+from shardwright.spec import mesh as mesh_math
+from shardwright.spec.cluster import Cluster
+from shardwright.spec.plan import ANSWERS, Plan
 from shardwright.train.data import TokenStream, encode_documents, end_token, load_tokenizer
 from shardwright.train.metrics import MetricsWriter, Writer, forget_metrics_after, step_metrics
 from shardwright.train.progress import StepProgress
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import Store
 
-    from shardwright.train.manifest import RunState
+    from shardwright.checkpoint.manifest import RunState
 
 RECORDED_STEPS = 2
 """Steps that a recording covers: the moments of the optimizer appear in the first."""
@@ -165,20 +165,21 @@ def _train(run: Run, plan: Plan, place: Place, store: Store) -> None:
     import torch.distributed
     from torch.distributed.device_mesh import init_device_mesh
 
-    from shardwright import models
-    from shardwright._parallelize import check_fits, put
-    from shardwright.models.export import ExportedTokenizer, save_pretrained
-    from shardwright.params.initial import Source, Unfilled
-    from shardwright.params.pretrained import from_safetensors
-    from shardwright.step import TrainStep, record_steps
-    from shardwright.train.checkpoint import latest, load, save
-    from shardwright.train.manifest import Manifest, RunState
+    from shardwright.checkpoint.export import ExportedTokenizer, save_pretrained
+    from shardwright.checkpoint.manifest import Manifest, RunState
+    from shardwright.checkpoint.pretrained import from_safetensors
+    from shardwright.checkpoint.training_state import latest, load, save
+    from shardwright.models.build import build_meta
+    from shardwright.models.config import load_config
+    from shardwright.models.parallelize import check_fits, put
+    from shardwright.step.train_step import TrainStep, record_steps
+    from shardwright.values.initial import Source, Unfilled
 
     if plan.backend == "nccl" and torch.cuda.device_count() <= place.local:
         raise InputError(
             f"backend: found nccl with {torch.cuda.device_count()} GPUs; allowed: one for each rank, or gloo"
         )
-    config = models.load_config(plan.config_path)
+    config = load_config(plan.config_path)
     tokenizer = load_tokenizer(run.tokenizer_path)
     ending = end_token(tokenizer, run.tokenizer_path, run.data.end_token)
     if tokenizer.get_vocab_size() > config.vocab_size:
@@ -186,7 +187,7 @@ def _train(run: Run, plan: Plan, place: Place, store: Store) -> None:
             f"tokenizer: found {tokenizer.get_vocab_size()} tokens; allowed: at most the model's {config.vocab_size}"
         )
 
-    model = models.build_meta(config, plan.stored_dtype)
+    model = build_meta(config, plan.stored_dtype)
     check_fits(model, plan)
 
     def prepare() -> None:
@@ -299,7 +300,7 @@ def _train(run: Run, plan: Plan, place: Place, store: Store) -> None:
 
 def _tell_remarks(config: Any, plan: Plan, learning_rate: float) -> None:
     """Says what of the plan could not be applied, and what may not go as it is meant."""
-    from shardwright._remarks import not_applied, warnings_of
+    from shardwright.models.remarks import not_applied, warnings_of
 
     for each in not_applied(config, plan):
         print(each, flush=True)

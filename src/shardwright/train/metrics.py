@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from shardwright._replacing import write_text
+from shardwright.files.replacing import write_text
 
 GIB = 2**30
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright._errors import InputError
-from shardwright._files import found_text
+from shardwright.errors import InputError
+from shardwright.files.parser import found_text
 
 OBJECT = "one JSON object a line"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright._errors import InputError
+from shardwright.errors import InputError
 from shardwright.train.extras import check_extra
 
 ROWS = 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shardwright._errors import InputError
+from shardwright.errors import InputError
 
 
 def documents(paths: Iterable[Path], field: str) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""What a machine does, measured: collectives, products, memory; written as a cluster file."""

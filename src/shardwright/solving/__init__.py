@@ -1,0 +1,1 @@
+"""The integer program: the fastest assignment of options to blocks within the memory."""

@@ -1,0 +1,1 @@
+"""What is searched: the structures of a model on a mesh, and what was asked."""

@@ -1,0 +1,122 @@
+"""The parts of a plan file: how it spells a site's layout, and how it says what is split of a unit's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, PlainValidator
+
+from shardwright.files.parser import SIZES, STRICT, SizeText, parse_bytes
+from shardwright.spec.layout import CHOICES, OPERAND_WORDS, GridLayout, preset, presets
+from shardwright.spec.sharding import LEVELS
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Bytes = Annotated[int, Field(ge=0)]
+SmallSize = Annotated[
+    int,
+    Field(ge=0),
+    BeforeValidator(parse_bytes, json_schema_input_type=Annotated[int, Field(ge=0)] | SizeText),
+    Field(json_schema_extra={"x-allowed": f"0 or a size: {SIZES}"}),
+]
+"""A size that may be 0."""
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _words(words: tuple[str, ...]) -> Any:
+    return Field(json_schema_extra={"enum": list(words)})
+
+
+class _LayoutFields(BaseModel):
+    """GridLayout as a plan file spells it. Types are checked here, words and axes by GridLayout itself."""
+
+    model_config = STRICT
+
+    m: Text | list[Text] = Field(default=[], description="mesh axes that split M, the tokens")
+    n: Text | list[Text] = Field(default=[], description="mesh axes that split N, the output features")
+    k: Text | list[Text] = Field(default=[], description="mesh axes that split K, the input features")
+    x: Annotated[str, _words(OPERAND_WORDS["x"])] | dict[str, Annotated[str, _words(OPERAND_WORDS["x"])]] = Field(
+        default="sharded", description="what X [M,K] does on the n axes: one word, or a word for each axis"
+    )
+    w: Annotated[str, _words(OPERAND_WORDS["w"])] | dict[str, Annotated[str, _words(OPERAND_WORDS["w"])]] = Field(
+        default="replicated", description="what W [N,K] does on the m axes: one word, or a word for each axis"
+    )
+    y: Annotated[str, _words(OPERAND_WORDS["y"])] | dict[str, Annotated[str, _words(OPERAND_WORDS["y"])]] = Field(
+        default="sharded", description="what Y [M,N] does on the k axes: one word, or a word for each axis"
+    )
+    save_x: Annotated[str, _words(CHOICES["save_x"])] = Field(default="shard", description="what backward keeps of X")
+    save_w: Annotated[str, _words(CHOICES["save_w"])] = Field(default="shard", description="what backward keeps of W")
+    overlap: Annotated[str, _words(CHOICES["overlap"])] = Field(
+        default="blocking", description="how communication runs beside the product"
+    )
+    chunks: int = Field(
+        default=0,
+        ge=0,
+        description="pieces of tokens into which each rank's part of a product is cut; 0 leaves it to the mode",
+        json_schema_extra={"x-allowed": "a whole number of at least 0"},
+    )
+    reduce_dtype: Annotated[str, _words(CHOICES["reduce_dtype"])] = Field(
+        default="same", description="the dtype in which partial sums are added; they travel in their own"
+    )
+
+
+def _layout(value: Any) -> GridLayout | str:
+    if isinstance(value, GridLayout):
+        return value
+    if isinstance(value, str):
+        preset(value)
+        return value
+    if isinstance(value, Mapping):
+        return GridLayout(**_LayoutFields.model_validate(value).model_dump(exclude_unset=True))
+    raise ValueError("neither a preset nor a mapping")
+
+
+Layout = Annotated[
+    GridLayout | str,
+    PlainValidator(
+        _layout, json_schema_input_type=Annotated[str, Field(json_schema_extra={"enum": list(presets)})] | _LayoutFields
+    ),
+    PlainSerializer(lambda layout: layout if isinstance(layout, str) else layout.to_dict()),
+]
+
+
+class StoredFields(BaseModel):
+    """How a unit's parameters are stored over mesh axes."""
+
+    model_config = STRICT
+
+    level: Literal["replicate", "optimizer", "gradients", "parameters"] = Field(
+        description="what is split over the axes: nothing, optimizer states, gradients too, or parameters too"
+    )
+    axes: Text | list[Text] | None = Field(
+        default=None, description="mesh axes over which storage is split; null: every data axis of the plan"
+    )
+    keep: bool = Field(default=False, description="level parameters: W stays gathered from a forward to its backward")
+    reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
+        default=None, description="element type in which gradients are added; null: that of the stored parameters"
+    )
+    bucket: SmallSize | None = Field(
+        default=None,
+        description="bytes of the buffer in which small gradients travel together; 0: none; null: the plan's",
+    )
+
+
+def stored_as(value: Any) -> StoredFields:
+    if isinstance(value, StoredFields):
+        return value
+    return StoredFields.model_validate({"level": value} if isinstance(value, str) else value)
+
+
+Stored = Annotated[
+    StoredFields,
+    PlainValidator(
+        stored_as, json_schema_input_type=Annotated[str, Field(json_schema_extra={"enum": list(LEVELS)})] | StoredFields
+    ),
+    PlainSerializer(
+        lambda stored: (
+            stored.level
+            if stored.model_fields_set == {"level"}
+            else stored.model_dump(exclude_defaults=True) | {"level": stored.level}
+        )
+    ),
+]

@@ -1,0 +1,86 @@
+"""Sharding: how the parameters of one parameter group are stored over mesh axes, as data.
+
+A parameter group is what is gathered, released and reduced together: a block of the model, as a rule. A level is a
+choice of two points of its schedule: when the gathered W is released, and when dW is reduced.
+
+| level      | known as | W is released                       | dW is reduced when the group's backward is over   |
+|------------|----------|-------------------------------------|--------------------------------------------------|
+| replicate  | DDP      | never: every rank stores it whole   | once a step, all-reduced                         |
+| optimizer  | ZeRO-1   | never: gathered once a step         | once a step, reduce-scattered                    |
+| gradients  | ZeRO-2   | never: gathered once a step         | in each micro-batch, reduce-scattered            |
+| parameters | ZeRO-3   | after the group's forward (not where | in each micro-batch, reduce-scattered            |
+|            |          | ``keep``), and after its backward   |                                                  |
+
+Optimizer states follow the stored shard, so they are split at every level but ``replicate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardwright.errors import InputError
+
+LEVELS = ("replicate", "optimizer", "gradients", "parameters")
+ONCE_A_STEP = ("replicate", "optimizer")
+"""Levels at which gradients of several micro-batches add up whole, to be reduced once a step."""
+FAIR_SHARE = 4
+"""Gradients travel before their parameter group is complete once they are a fourth of its bytes, and as much is still
+to come.
+"""
+ELEMENT_TYPES = ("float32", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one parameter group's parameters are stored.
+
+    level: one of LEVELS. axes: the mesh axes over which storage is split (one group over all of them); on other axes
+    over which gradients are partial it is whole, and shards of gradients are all-reduced (hybrid sharding).
+    keep: level ``parameters`` only; W stays gathered from a forward to its backward.
+    dtype: element type in which products read W; None is that of the stored parameter. Gradients travel in it.
+    reduce_dtype: element type in which gradients are added up; None is that of the stored parameter.
+    bucket: bytes of the buffer in which small gradients travel together (runtime/bucket.py); 0: none does.
+
+    Raises InputError for a word that is not allowed, and where the level splits storage and no axis is named.
+    """
+
+    level: str = "replicate"
+    axes: tuple[str, ...] = ()
+    keep: bool = False
+    dtype: str | None = None
+    reduce_dtype: str | None = None
+    bucket: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(self.axes))
+        if self.level not in LEVELS:
+            raise InputError(f"level: found {self.level!r}; allowed: {', '.join(LEVELS)}")
+        for name in ("dtype", "reduce_dtype"):
+            if getattr(self, name) not in (None, *ELEMENT_TYPES):
+                raise InputError(f"{name}: found {getattr(self, name)!r}; allowed: {', '.join(ELEMENT_TYPES)}")
+        if self.keep and self.level != "parameters":
+            raise InputError(f"keep: found true at level {self.level!r}; allowed: level 'parameters'")
+        if self.level != "replicate" and not self.axes:
+            raise InputError(f"axes: found none at level {self.level!r}; allowed: the mesh axes that split storage")
+
+    @property
+    def split(self) -> bool:
+        """Whether storage is split."""
+        return self.level != "replicate"
+
+    @property
+    def resident(self) -> bool:
+        """Whether W stays gathered between steps."""
+        return self.level in ("optimizer", "gradients")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as plain data for a plan file."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        defaults: Mapping[str, Any] = {field.name: field.default for field in fields(self)}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in data.items()
+            if value != defaults[name]
+        }

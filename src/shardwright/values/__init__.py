@@ -1,0 +1,1 @@
+"""Which part of a parameter a rank holds, and the values it begins with."""
