@@ -25,7 +25,7 @@ import shardwright as sw
 from shardwright import trace
 from shardwright.comm.exchange import ReduceScatterHandle
 from shardwright.overlap.product import activation_placements
-from shardwright.spec.layout import preset
+from shardwright.spec.presets import preset
 from shardwright.spec.site import Linear, Site
 from shardwright.values.placement import cut
 

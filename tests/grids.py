@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dense
 import fuzz
 import shardwright as sw
-from shardwright.spec.layout import preset
+from shardwright.spec.presets import preset
 from shardwright.spec.site import Site
 
 KINDS = ("column", "row")

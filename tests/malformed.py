@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from shardwright.spec.layout import presets
 from shardwright.spec.plan import DTYPES
+from shardwright.spec.presets import presets
 
 CONFIG = '{"model_type": "llama"}'
 SHA = hashlib.sha256(CONFIG.encode()).hexdigest()

@@ -14,8 +14,8 @@ import tiny
 from shardwright.families.table import family_of
 from shardwright.models.config import load_config
 from shardwright.models.remarks import not_applied, warnings_of
-from shardwright.spec.layout import presets
 from shardwright.spec.plan import Plan
+from shardwright.spec.presets import presets
 from test_cli import run
 
 TENSOR, GRID = {"data": 1, "tensor": 2}, {"i": 1, "j": 2, "l": 2}

@@ -11,7 +11,8 @@ from jsonschema import Draft202012Validator
 
 from malformed import CLUSTER, CLUSTERS, PLAN, PLANS, RUN, RUNS
 from shardwright.report.schema import FILES, UNITS, file_fields, is_number, json_schema, markdown, unit
-from shardwright.spec.layout import CHOICES, OPERAND_WORDS, presets
+from shardwright.spec.layout import CHOICES, OPERAND_WORDS
+from shardwright.spec.presets import presets
 from test_cli import modules_after, refused, run
 
 PAGE = Path(__file__).parent.parent / "docs" / "files.md"

@@ -15,7 +15,7 @@ _HOMES = {
     "Plan": "shardwright.spec.plan",
     "Cluster": "shardwright.spec.cluster",
     "Site": "shardwright.spec.site",
-    "presets": "shardwright.spec.layout",
+    "presets": "shardwright.spec.presets",
     "Trace": "shardwright.trace",
     "record": "shardwright.trace",
     "Runtime": "shardwright.runtime.runtime",

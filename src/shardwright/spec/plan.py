@@ -20,9 +20,10 @@ from pydantic import (
 
 from shardwright.errors import InputError
 from shardwright.files.parser import STRICT, FieldError, Version1, check, read_yaml, write_yaml
-from shardwright.spec.layout import GridLayout, preset
+from shardwright.spec.layout import GridLayout
 from shardwright.spec.mesh import world_size
 from shardwright.spec.plan_fields import Bytes, Layout, PositiveInt, SmallSize, Stored, StoredFields, Text, stored_as
+from shardwright.spec.presets import preset
 from shardwright.spec.sharding import Sharding
 from shardwright.spec.site import Site
 
