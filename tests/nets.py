@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dense
 import shardwright as sw
-from shardwright.params import parameter_group
+from shardwright.params.schedule import Schedule
 from shardwright.step.train_step import FusedAdamW
 from shardwright.trace import Alloc, Free, span
 from shardwright.values.placement import cut
@@ -194,20 +194,20 @@ def mesh_and_levels(axes, mesh_of=dense.mesh_of):
 
 
 @contextmanager
-def counting_units():
-    """A list of one number: the most units gathered at once, those aside that stay so by their level or ``keep``."""
-    most, start = [0], parameter_group.ParameterGroup.start
+def counting_groups():
+    """A list of one number: the most parameter groups gathered at once, but those that stay so by level or ``keep``."""
+    most, start = [0], Schedule._start
 
-    def counted(self, mode):
-        start(self, mode)
-        others = [each for each in self.schedule.param_groups if not (each.sharding.resident or each.sharding.keep)]
+    def counted(self, param_group, mode):
+        start(self, param_group, mode)
+        others = [each for each in self.param_groups if not (each.sharding.resident or each.sharding.keep)]
         most[0] = max(most[0], sum(each.gathered for each in others))
 
-    parameter_group.ParameterGroup.start = counted
+    Schedule._start = counted
     try:
         yield most
     finally:
-        parameter_group.ParameterGroup.start = start
+        Schedule._start = start
 
 
 def gradients_match(axes, names, levels, poison=False, mesh_of=dense.mesh_of):
@@ -223,7 +223,7 @@ def gradients_match(axes, names, levels, poison=False, mesh_of=dense.mesh_of):
         for level in levels:
             model = sw.shard(make(case), mesh, groups=case.groups, in_flight=case.in_flight, **words[level])
             for step, reference in enumerate(references):
-                with counting_units() as most:
+                with counting_groups() as most:
                     Losses(model, case)(batches_of(case, rank, step, torch.float64)).backward()
                 errors = {key: value for key, value in worst(model, reference).items() if not value <= 1e-12}
                 if errors or arena.held or most[0] > case.in_flight:

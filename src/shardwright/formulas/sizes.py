@@ -13,6 +13,7 @@ from shardwright.formulas.place import Group, Here, Moves
 from shardwright.formulas.storing import Stored
 from shardwright.spec.layout import GridLayout
 from shardwright.spec.mesh import chunk
+from shardwright.spec.resolved import Resolved, resolve
 from shardwright.spec.site import Linear, Site
 
 
@@ -40,6 +41,7 @@ class Sizes:
     """A site's products on this rank: T = ``rows``, bytes of a row of X, and the groups of overlap/product.py."""
 
     layout: GridLayout
+    resolved: Resolved
     gather_x: Group
     reduce_dx: Group
     scatter_y: Group
@@ -91,6 +93,7 @@ class Sizes:
             )
         return cls(
             layout=layout,
+            resolved=resolve(layout, here.sizes),
             gather_x=here.group(layout.axes_where("x", "sharded") + layout.axes_where("x", "sharded-features")),
             reduce_dx=here.group(layout.axes_where("x", "replicated")),
             scatter_y=here.group(layout.axes_where("y", "sharded") + layout.axes_where("y", "sharded-features")),
@@ -235,41 +238,13 @@ class Sizes:
         return self.scatter_y.size > 1 or self.reduce_y.size > 1
 
     @property
-    def blocking(self) -> bool:
-        """Nothing overlaps; a gather of features never does."""
-        return self.layout.overlap == "blocking" or self.x_by_features
-
-    @property
-    def ring_x(self) -> bool:
-        """dX goes around as sums of pieces."""
-        return self.ring and self.gather_x.size > 1 and not self.x_by_features
-
-    @property
-    def ring(self) -> bool:
-        """The mode is ring."""
-        return self.layout.overlap == "ring"
-
-    @property
     def travels(self) -> bool:
         """X goes around in pieces and is never whole."""
-        return self.ring_x and not self.keeps
-
-    @property
-    def defers(self) -> bool:
-        """The product is formed piece by piece by the node that reduces Y."""
-        scatters = self.scatter_y.size > 1 and not self.y_by_features
-        keeps = self.gather_x.size > 1 and self.layout.save_x == "gathered"
-        return self.layout.overlap != "blocking" and scatters and not keeps and not self.x_by_features
-
-    @property
-    def streams(self) -> bool:
-        """Of those, a row site: sums of Y and dY go around with pieces of tokens."""
-        alone = self.gather_x.size == 1 and self.reduce_dx.size == 1 and self.reduce_y.size == 1
-        return self.defers and alone and self.layout.reduce_dtype == "same"
+        return self.resolved.x_travels and not self.keeps
 
     def feature_chunks_of(self, out: Out) -> list[tuple[int, int]]:
-        """Of the others: [start, stop) of the feature chunks of Y_i."""
-        count = self.layout.chunks or 4
+        """[start, stop) of the feature chunks of Y_i."""
+        count = self.resolved.feature_chunks
         bounds = [chunk(out.n, count, index) for index in range(count)]
         return [(start, stop) for start, stop in bounds if start < stop] or [(0, 0)]
 
@@ -290,29 +265,24 @@ class Sizes:
     # pieces (overlap/pieces.py, overlap/ring_collectives.py)
 
     @property
-    def chunks(self) -> int:
-        """Pieces of each rank's part; a ring of two ranks has two where the layout leaves it open."""
-        return self.layout.chunks or (2 if self.ring and self.tokens.size == 2 else 1)
-
-    @property
     def pieces(self) -> int:
         """Into how many pieces dW and db are summed up, where they are cut at all."""
-        return self.tokens.size * self.chunks
+        return self.tokens.size * self.resolved.chunks
 
     @property
     def _largest(self) -> int:
-        return chunk(max(self.tokens.part(self.rows, i) for i in range(self.tokens.size)), self.chunks, 0)[1]
+        return chunk(max(self.tokens.part(self.rows, i) for i in range(self.tokens.size)), self.resolved.chunks, 0)[1]
 
     def ring_all_gather(self, row: int) -> int:
         """Buffers for pieces of ``row`` bytes a row that come by: two, or one where only one ever comes."""
-        return (2 if self.tokens.size * self.chunks > 2 else 1) * self._largest * row
+        return (2 if self.tokens.size * self.resolved.chunks > 2 else 1) * self._largest * row
 
     def ring_reduce_scatter(self, group: Group, row: int) -> tuple[int, int]:
         """Two buffers for sums that travel; and room for a share, where the result has none left (uneven parts)."""
         own = group.part(self.rows)
         fits = True
-        for sub in range(self.chunks):
-            pieces = [chunk(group.part(self.rows, ahead), self.chunks, sub) for ahead in range(group.size)]
+        for sub in range(self.resolved.chunks):
+            pieces = [chunk(group.part(self.rows, ahead), self.resolved.chunks, sub) for ahead in range(group.size)]
             fits = fits and max(stop - start for start, stop in pieces) <= own - pieces[0][0]
         piece = self._largest * row
         return 2 * piece, 0 if fits else piece

@@ -17,8 +17,8 @@ def transient_forward(p: Sizes) -> int:
     A row's deferred product has no c_i, but sums that travel. (The stand-ins of what is deferred own an element where
     there is no X, in backward where there is no dY_i, to stand on.) Y in feature chunks: _feature_chunks.
     """
-    stand_ins = len(p.outs) * p.element if p.defers and not p.x else 0
-    if p.streams:
+    stand_ins = len(p.outs) * p.element if p.resolved.deferred and not p.x else 0
+    if p.resolved.streamed:
         most = spare = 0
         for out in p.outs:
             two, after = p.ring_reduce_scatter(p.scatter_y, out.row)
@@ -26,7 +26,7 @@ def transient_forward(p: Sizes) -> int:
             spare = after
         return most + p.whole_w + stand_ins
     gathered = p.ring_all_gather(p.x_row) if p.travels else p.whole_x if p.gather_x.size > 1 else 0
-    if p.defers:
+    if p.resolved.deferred:
         reduced = max(p.reduce_scratch(p.own_y(out), p.reduce_y) for out in p.outs)
         return p.whole_w + max(gathered + _feature_chunks(p), reduced) + stand_ins
     left = sum(p.c(out) for out in p.outs) if p.scatter_y.size > 1 else 0
@@ -75,26 +75,26 @@ def transient_backward(p: Sizes, storing: Storing) -> int:
     dw = _WeightGradients.of(p)
     kept = p.whole_x if p.keeps and p.gather_x.size > 1 else 0
     last = kept + storing.most
-    stand_ins = sum(p.element for out in p.outs if not p.own_y(out)) if p.defers else 0
-    if p.streams:
-        dy = sum(p.ring_all_gather(out.row) if p.ring else p.c(out) for out in p.outs)
-        return max(dy + w + dw.summing, (0 if p.ring else dy) + dw.giving, last) + stand_ins
+    stand_ins = sum(p.element for out in p.outs if not p.own_y(out)) if p.resolved.deferred else 0
+    if p.resolved.streamed:
+        dy = sum(p.ring_all_gather(out.row) if p.resolved.travels else p.c(out) for out in p.outs)
+        return max(dy + w + dw.summing, (0 if p.resolved.travels else dy) + dw.giving, last) + stand_ins
     dy, moments = 0, [last]
     for out in reversed(p.outs if p.scatter_y.size > 1 else ()):
         dy += p.c(out)
         moments.append(kept + dy + w + p.packed_y(out))
     dx, scratch, reduced = 0, 0, p.reduce_scratch(p.x, p.reduce_dx) if p.needs_x else 0
     if p.needs_x and p.gather_x.size > 1:
-        dx = sum(p.ring_reduce_scatter(p.gather_x, p.x_row)) if p.ring_x else p.whole_x
+        dx = sum(p.ring_reduce_scatter(p.gather_x, p.x_row)) if p.resolved.x_travels else p.whole_x
         scratch = p.scatter_scratch(p.x, p.whole_x, p.gather_x) + p.packed_x
     x = 0
     if p.gather_x.size > 1 and p.trains_w:
         x = p.ring_all_gather(p.x_row) if p.travels else p.whole_x
-    if p.ring_x:
+    if p.resolved.x_travels:
         return max(*moments, dy + w + x + dx + dw.summing, kept + dy + dw.giving) + stand_ins
     packing = p.packed_x if x and not p.keeps else 0
     later = w if not p.reads_w else 0  # W was kept, and is not read
-    if p.blocking:
+    if p.resolved.x_blocks:
         before = kept if p.gathers_w else x
         moments += [before + dy + w + (0 if p.gathers_w else packing), before + dy + w + dx]
         moments += [before + dy + later + dx + scratch, before + dy + later + reduced]
@@ -121,7 +121,7 @@ class _WeightGradients:
     def of(cls, p: Sizes) -> _WeightGradients:
         """Those of the site."""
         each = [out.dw if out in p.stored_apart else 0 for out in p.outs]
-        cut = not p.blocking or bool(p.layout.chunks)
+        cut = not p.resolved.x_blocks or bool(p.layout.chunks)
         shares = [out.db for out in p.outs if out.trains_b and not p.outer]
         share = max(shares, default=0) if p.pieces > 1 else 0
         return cls(sum(each) + share, sum(each), sum(each)) if cut else cls(0, 0, sum(each))

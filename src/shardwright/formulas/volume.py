@@ -92,7 +92,7 @@ def _moves_forward(p: Sizes) -> Moves:
     moves = p.gather_w + p.gather_x.gather(p.whole_x, p.x, p.next_rows * p.x_row if p.travels else None)
     scatters = [p.scatter_y.scatter(p.c(out), p.own_y(out)) for out in p.outs]
     reduces = [p.reduce_y.reduce(p.own_y(out)) for out in p.outs]
-    if p.defers:  # every Y_i is scattered before the first is all-reduced
+    if p.resolved.deferred:  # every Y_i is scattered before the first is all-reduced
         return sum(scatters + reduces, moves)
     return sum((a + b for a, b in zip(scatters, reduces, strict=True)), moves)
 
@@ -109,17 +109,16 @@ def _backward(p: Sizes) -> Storing:
     for i, out in reversed(list(enumerate(p.outs))):
         if p.outer and p.has_bias[i] and (p.differentiates or out.trains_b):
             storing.finish(*p.place_of_bias(i))
-        if p.scatter_y.size > 1 and p.differentiates and not p.defers:
+        if p.scatter_y.size > 1 and p.differentiates and not p.resolved.deferred:
             storing.add(gather_w + p.scatter_y.gather(p.c(out), p.own_y(out)))
             gather_w = Moves()
     storing.add(gather_w)
     if not p.differentiates:
         return storing
-    if p.defers:
+    if p.resolved.deferred:
+        around = p.resolved.travels and p.resolved.streamed
         for out in p.outs:
-            storing.add(
-                p.scatter_y.gather(p.c(out), p.own_y(out), p.next_rows * out.row if p.ring and p.streams else None)
-            )
+            storing.add(p.scatter_y.gather(p.c(out), p.own_y(out), p.next_rows * out.row if around else None))
     storing.add(_moves_of_x(p))
     storing.form()
     for i in range(len(p.outs)):
@@ -138,7 +137,7 @@ def _moves_of_x(p: Sizes) -> Moves:
         scattered, reduced = p.gather_x.scatter(p.whole_x, p.x), p.reduce_dx.reduce(p.x)
     if p.travels:  # the ring lets the sum of dX start first
         return scattered + again + reduced
-    return scattered + reduced + again if p.blocking and p.gathers_w else again + scattered + reduced
+    return scattered + reduced + again if p.resolved.x_blocks and p.gathers_w else again + scattered + reduced
 
 
 # -- bytes kept --------------------------------------------------------------------------------------------------------

@@ -11,18 +11,63 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from shardwright.linear.site_product import SiteProduct, Uses
+from shardwright.overlap.pieces import WeightGradients
+from shardwright.overlap.product import Product
+from shardwright.params.parameter_group import Use
+from shardwright.params.stored import StoredParameter
 
-_SITES: weakref.WeakValueDictionary[int, SiteProduct] = weakref.WeakValueDictionary()
+Uses = list[tuple[Use | None, Use | None]]
+"""What one forward announced to the store: (of W_i, of its inner bias), a linear each."""
+
+
+class Site(Protocol):
+    """What the operators ask of a site: its products in eager mode (``linear/site_product.py``)."""
+
+    product: Product
+    outer_biases: list[StoredParameter | None]
+
+    @property
+    def width(self) -> int:
+        """K'."""
+
+    @property
+    def widths(self) -> list[int]:
+        """N'_i of every linear."""
+
+    def fetch(self) -> None:
+        """Begins to gather every W."""
+
+    def multiply(self, x: torch.Tensor, rows: int, keep: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """(Y_i, what backward keeps of X)."""
+
+    def multiply_reduced(self, x: torch.Tensor, rows: int, keep: bool) -> list[torch.Tensor]:
+        """Y_i, reduced."""
+
+    def multiply_back(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        kept: torch.Tensor | None,
+        rows: int,
+        needs_x: bool,
+        into: WeightGradients | None,
+        uses: Uses,
+    ) -> torch.Tensor | None:
+        """dX, or None."""
+
+    def weight_gradients(self) -> WeightGradients | None:
+        """Where the gradients of the weights and inner biases go."""
+
+
+_SITES: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count(1)
 
 
-def number_of(site: SiteProduct) -> int:
+def number_of(site: Site) -> int:
     """Enters the site into the table; its number for the operators."""
     number = next(_NUMBERS)
     _SITES[number] = site
@@ -37,7 +82,7 @@ def site_forward(x: torch.Tensor, anchor: torch.Tensor, number: int, rows: int) 
     """
     site = _SITES[number]
     product = site.product
-    if product.defers:
+    if product.resolved.deferred:
         return [*_biased(site, site.multiply_reduced(x, rows, True))]
     outputs, kept = site.multiply(x, rows, True)
     if product.splits_k:
@@ -63,7 +108,7 @@ def site_backward(
         if bias is not None and bias.parameter.requires_grad:
             bias.deposit(grad.sum(0))
     grads = [grad.contiguous() for grad in grads]
-    if not site.product.defers:
+    if not site.product.resolved.deferred:
         if needs_x:
             site.fetch()
         shapes = [(rows, width) for width in site.widths]
@@ -98,11 +143,11 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
 site_forward.register_autograd(_backward, setup_context=_setup)
 
 
-def _keeps(site: SiteProduct) -> bool:
+def _keeps(site: Site) -> bool:
     return site.product.keep_gathered and site.product.gather_x.size > 1
 
 
-def _biased(site: SiteProduct, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _biased(site: Site, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     for y, bias in zip(outputs, site.outer_biases, strict=True):
         if bias is not None:
             y.add_(bias.lease())

@@ -9,13 +9,14 @@ with a tensor computes all; the others take their result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from shardwright.linear import compiled
+from shardwright.linear.compiled import Uses
 from shardwright.linear.rows import RowsAgree
-from shardwright.overlap import asynchronous, blocking, ring
 from shardwright.overlap.pieces import WeightGradients
 from shardwright.overlap.product import Product
 from shardwright.overlap.work import Backward, Biases, Forward, Weights
@@ -23,19 +24,16 @@ from shardwright.params.parameter_group import Use
 from shardwright.params.stored import StoredParameter
 from shardwright.reshard.conversion import Conversion
 from shardwright.runtime.reduction import reduce_output
-
-Uses = list[tuple[Use | None, Use | None]]
-"""What one forward announced to the store: (of W_i, of its inner bias), a linear each."""
+from shardwright.spec.layout import OVERLAP_MODES
 
 _NO_USES = (None, None)
-_MODES: dict[str, Any] = {"blocking": blocking, "async": asynchronous, "ring": ring}
 
 
 class _SiteNode(torch.autograd.Function):
     """Anchors of the parameters come in, to join the graph: gradients go to the store, not to the engine.
 
-    Where the product is deferred (``Product.defers``) this node only saves what backward needs: its outputs are empty
-    stand-ins of Y's shape, and the node behind it multiplies and reduces, so that a replay stops before both.
+    Where the product is deferred (``Resolved.deferred``) this node only saves what backward needs: its outputs are
+    empty stand-ins of Y's shape, and the node behind it multiplies and reduces, so that a replay stops before both.
     """
 
     @staticmethod
@@ -45,7 +43,7 @@ class _SiteNode(torch.autograd.Function):
         ctx.site, ctx.call, ctx.mode, ctx.deposits = site, call, site.mode, any(wanted)
         ctx.set_materialize_grads(False)
         kept: torch.Tensor | None
-        if site.product.defers:
+        if site.product.resolved.deferred:
             outputs, kept = [stand_in(x, call.rows, width) for width in site.widths], x if keep else None
         else:
             outputs, kept = site.multiply(x, call.rows, keep)
@@ -58,7 +56,7 @@ class _SiteNode(torch.autograd.Function):
         (kept,) = ctx.saved_tensors
         needs_x = ctx.needs_input_grad[2]
         into = site.weight_gradients() if ctx.deposits else None
-        if site.product.defers:
+        if site.product.resolved.deferred:
             grads = tuple(None if grad is None else call.shards.pop(index) for index, grad in enumerate(grads))
         dx = site.multiply_back(grads, kept, call.rows, needs_x, into, call.uses)
         return (None, None, dx) + (None,) * (len(ctx.needs_input_grad) - 3)
@@ -144,7 +142,7 @@ class SiteProduct:
         self.tokens: int | None = None  # B·S of the forward at work, where the model tells it
         self.sequences = product.runtime.group(())  # the m axes that split sequences, which a batch does not fill
         self.inner_biases, self.outer_biases = (none, biases) if product.splits_k else (biases, none)
-        self.mode: Any = _MODES[product.layout.overlap]
+        self.mode: Any = import_module(f"shardwright.overlap.{OVERLAP_MODES[product.resolved.mode]}")
         self.rows_agree = RowsAgree(product.runtime, product.layout.n + product.layout.k, product.name)
         self.number = compiled.number_of(self)
         self.anchor = torch.zeros(0, requires_grad=True)
@@ -186,7 +184,7 @@ class SiteProduct:
         if needs_x:
             self.fetch()
         product, held = self.product, self.take_held(kept)
-        backward = self.mode.gathered_backward if product.streams else self.mode.backward
+        backward = self.mode.gathered_backward if product.resolved.streamed else self.mode.backward
         dx: torch.Tensor | None = backward(
             Backward(
                 product,
@@ -281,10 +279,10 @@ class SiteProduct:
         anchors = [stored.anchor for stored in [*self.weights, *inside] if stored is not None]
         product, call, results = self.product, _Call(rows, uses), []
         outputs = _SiteNode.apply(self, call, x, *anchors)
-        if product.defers:
+        if product.resolved.deferred:
             outputs = _Reduced.apply(self, call, (x.detach(),), *outputs)
         for y, bias in zip(outputs, self.outer_biases, strict=True):
-            if not product.defers:
+            if not product.resolved.deferred:
                 y = reduce_output(y, product.reduction, self.fetch if needs_x else None)
             if bias is not None:
                 y = _AddBias.apply(y, bias.anchor, bias, bias.use())

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.families.table import family_of, has_rule
-from shardwright.linear.unapplied import unapplied
 from shardwright.models.positions import check_positions
 from shardwright.spec.plan import Plan
+from shardwright.spec.resolved import unapplied
 from shardwright.spec.sharding import Sharding
 
 VANISHES = 2.0**-9

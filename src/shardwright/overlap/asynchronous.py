@@ -101,14 +101,14 @@ def cut(product: Product, rows: int) -> list[Piece]:
     """What travels on gloo: one piece a rank at least. On nccl all that is gathered is there at once."""
     if product.tokens_group.backend == "nccl":
         return blocking.cut(product, rows)
-    return pieces.cut_tokens(rows, product.tokens_group, product.layout.chunks or 1)
+    return pieces.cut_tokens(rows, product.tokens_group, product.resolved.chunks)
 
 
 def reduced(work: Forward) -> list[torch.Tensor]:
     """Y_i [S,N'_i] = this rank's rows of Σ_ranks X W_iᵀ, X [R,K'] as it came."""
     product, x, arrivals = work.product, work.x, None
-    if product.streams:
-        return reduced_products(work, product.layout.chunks or 1, MODE)
+    if product.resolved.streamed:
+        return reduced_products(work, product.resolved.chunks, MODE)
     own: list[Piece] = []
     others = blocking.cut(product, work.rows)
     if product.gather_x.size > 1:
@@ -137,7 +137,7 @@ def reduced(work: Forward) -> list[torch.Tensor]:
 def gather_dy(work: Backward, mode: str) -> tuple[Backward, list[AllGatherHandle]]:
     """The same with dY_i whole, leased, and how they arrive; as it is where dY_i came whole."""
     product = work.product
-    if not product.defers:
+    if not product.resolved.deferred:
         return work, []
     wholes: list[torch.Tensor | None] = []
     arriving = []

@@ -42,7 +42,7 @@ def forward(work: Forward) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     weights, biases = work.lease()
     outputs = [new_output(product, work.rows, x, weight) for weight in weights]
     for piece in cut(product, work.rows):
-        pieces.multiply(x[piece.rows], weights, biases, outputs, piece.rows, product.feature_chunks)
+        pieces.multiply(x[piece.rows], weights, biases, outputs, piece.rows, product.resolved.feature_chunks)
     return outputs, settle_x(work, x)
 
 

@@ -46,7 +46,7 @@ class FeatureChunks:
         self.feature_chunks = [
             FeatureChunk(index, columns)
             for index, weight in enumerate(self._weights)
-            for columns in cut_features(weight.shape[0], self.product.feature_chunks)
+            for columns in cut_features(weight.shape[0], self.product.resolved.feature_chunks)
         ]
         self._travelling: tuple[CoalescedReduceScatterHandle, FeatureChunk, torch.Tensor] | None = None
 

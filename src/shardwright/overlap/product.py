@@ -14,9 +14,7 @@ from shardwright.errors import InputError
 from shardwright.runtime.reduction import Reduction
 from shardwright.runtime.runtime import Runtime
 from shardwright.spec.layout import GridLayout
-
-FEATURE_CHUNKS = 4
-"""Where the layout states no chunks: a quarter of the reduction of Y is not hidden."""
+from shardwright.spec.resolved import Resolved, resolve
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,7 @@ class Product:
     gathers_w: W is gathered for this site alone, and let go as soon as the site has read it.
     keep_gathered: backward keeps the gathered X (else what came in, and gathers it again).
     tokens_group: the ranks among which tokens are cut into pieces.
-    defers: the product is formed by the node that reduces Y, piece by piece.
-    streams: of those that defer, a row site: sums of Y, and dY, go around with pieces of tokens (ring_collectives.py).
-    feature_chunks: of the others, into how many feature chunks Y_i is cut, each scattered beside the product of the
-    next
-        one (feature_chunks.py); else 1.
+    resolved: what overlaps, and what is cut into how many pieces (spec/resolved.py).
     wide: low-precision partial sums are added in fp32.
     """
 
@@ -50,9 +44,7 @@ class Product:
     gathers_w: bool
     keep_gathered: bool
     tokens_group: AxisGroup
-    defers: bool
-    streams: bool
-    feature_chunks: int
+    resolved: Resolved
     wide: bool
 
     @classmethod
@@ -64,17 +56,8 @@ class Product:
         scatter_y, y_by_features = _split_by(layout, "y", runtime)
         reduce_dx = runtime.group(layout.axes_where("x", "replicated"))
         reduce_y = runtime.group(layout.axes_where("y", "replicated"))
-        wide = layout.reduce_dtype == "float32"
         gathers = gather_x.size > 1 and not x_by_features
         scatters = scatter_y.size > 1 and not y_by_features
-        alone = gather_x.size == 1 and reduce_dx.size == 1 and reduce_y.size == 1  # k is split and n is not
-        keeps = gather_x.size > 1 and layout.save_x == "gathered"  # the node that saves X must have gathered it
-        late = scatters and not keeps and not x_by_features  # all can be left to the second node
-        defers = late and layout.overlap != "blocking"
-        streams = alone and not wide
-        feature_chunks = layout.chunks or (
-            FEATURE_CHUNKS if defers else 1
-        )  # blocking cuts alike where chunks are stated
         return cls(
             name=name,
             layout=layout,
@@ -88,10 +71,8 @@ class Product:
             gathers_w=runtime.group(layout.axes_where("w", "sharded")).size > 1,
             keep_gathered=layout.save_x == "gathered",
             tokens_group=gather_x if gathers else scatter_y if scatters else runtime.group(()),
-            defers=defers,
-            streams=defers and streams,
-            feature_chunks=feature_chunks if late and not streams else 1,
-            wide=wide,
+            resolved=resolve(layout, runtime.sizes),
+            wide=layout.reduce_dtype == "float32",
         )
 
     @property
@@ -135,13 +116,13 @@ def check_supported(layout: GridLayout, sizes: Mapping[str, int], name: str) -> 
     def refuse(field: str, found: object, allowed: str) -> None:
         raise InputError(f"{name or 'linear'}: layout.{field}: found {found!r}; allowed: {allowed}")
 
-    if layout.overlap == "ring" and layout.reduce_dtype != "same":
-        refuse("reduce_dtype", layout.reduce_dtype, "same with overlap: ring, whose sums travel in their own dtype")
     order = ", ".join(sizes)
     for role in ("m", "n", "k"):
         for axis in getattr(layout, role):
             if axis not in sizes:
                 refuse(role, axis, f"the mesh's axes ({order})")
+    if resolve(layout, sizes).travels and layout.reduce_dtype != "same":
+        refuse("reduce_dtype", layout.reduce_dtype, "same with overlap: ring, whose sums travel in their own dtype")
     for operand, role in (("x", "k"), ("y", "n")):
         by_tokens, by_features = (layout.axes_where(operand, word) for word in ("sharded", "sharded-features"))
         if by_tokens and by_features:

@@ -24,16 +24,10 @@ from shardwright.comm.collectives import all_reduce
 from shardwright.overlap import asynchronous, blocking, pieces
 from shardwright.overlap.feature_chunks import FeatureChunks
 from shardwright.overlap.pieces import Piece
-from shardwright.overlap.product import Product
 from shardwright.overlap.ring_collectives import RingAllGather, RingReduceScatter, multiply_back, reduced_products
 from shardwright.overlap.work import Backward, Forward
 
 MODE = "ring"
-
-
-def chunks_of(product: Product) -> int:
-    """Pieces a part: what the layout states; else 1, and 2 between two ranks, whose pieces would else be halves."""
-    return product.layout.chunks or (2 if product.tokens_group.size == 2 else 1)
 
 
 def forward(work: Forward) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -41,7 +35,7 @@ def forward(work: Forward) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     product = work.product
     if product.gather_x.size == 1 or product.x_by_features or (work.keep and product.keep_gathered):
         return asynchronous.forward(work)
-    ring_all_gather = RingAllGather(work.x, work.rows, product, product.gather_x, chunks_of(product), MODE, "X")
+    ring_all_gather = RingAllGather(work.x, work.rows, product, product.gather_x, product.resolved.chunks, MODE, "X")
     weights, biases = work.lease()
     outputs = [blocking.new_output(product, work.rows, work.x, weight) for weight in weights]
     for piece in ring_all_gather.turns:
@@ -56,7 +50,7 @@ def backward(work: Backward) -> torch.Tensor | None:
     product = work.product
     if product.gather_x.size == 1 or product.x_by_features:
         return asynchronous.backward(work)
-    group, chunks = product.gather_x, chunks_of(product)
+    group, chunks = product.gather_x, product.resolved.chunks
     work, arriving = asynchronous.gather_dy(work, MODE)
     dx, total, ring_all_gather = None, None, None
 
@@ -108,11 +102,11 @@ def backward(work: Backward) -> torch.Tensor | None:
 def reduced(work: Forward) -> list[torch.Tensor]:
     """Y_i [S,N'_i] = this rank's rows of Σ_ranks X W_iᵀ, X [R,K'] as it came."""
     product = work.product
-    if product.streams:
-        return reduced_products(work, chunks_of(product), MODE)
+    if product.resolved.streamed:
+        return reduced_products(work, product.resolved.chunks, MODE)
     if product.gather_x.size == 1:
         return asynchronous.reduced(work)
-    ring_all_gather = RingAllGather(work.x, work.rows, product, product.gather_x, chunks_of(product), MODE, "X")
+    ring_all_gather = RingAllGather(work.x, work.rows, product, product.gather_x, product.resolved.chunks, MODE, "X")
     y = FeatureChunks(work, MODE)
     *early, last = ring_all_gather.turns
     for piece in early:
@@ -135,11 +129,11 @@ def gathered_backward(work: Backward) -> torch.Tensor | None:
     ring_all_gathers = [
         None
         if grad is None
-        else RingAllGather(grad, work.rows, product, product.scatter_y, chunks_of(product), MODE, "dY")
+        else RingAllGather(grad, work.rows, product, product.scatter_y, product.resolved.chunks, MODE, "dY")
         for grad in work.grads
     ]
     weights, dx = asynchronous.weights_and_room(work)
-    for piece in pieces.cut_tokens(work.rows, product.scatter_y, chunks_of(product)):
+    for piece in pieces.cut_tokens(work.rows, product.scatter_y, product.resolved.chunks):
         taken = [None if ring_all_gather is None else ring_all_gather.take() for ring_all_gather in ring_all_gathers]
         multiply_back(taken, work, piece, weights, dx)
         for ring_all_gather in ring_all_gathers:

@@ -15,16 +15,13 @@ cuts it unevenly: else they would make their other collectives at different poin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardwright import trace
 from shardwright.comm.groups import AxisGroup
+from shardwright.params.shard import Shard
 from shardwright.runtime.bucket import KINDS, GradientBucket, Kind, Load
-
-if TYPE_CHECKING:
-    from shardwright.params.stored import StoredParameter
 
 
 class GradientBucketing:
@@ -32,9 +29,9 @@ class GradientBucketing:
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[Kind, AxisGroup, int], GradientBucket] = {}
-        self._stand_ins: dict[StoredParameter, torch.Tensor | None] = {}
+        self._stand_ins: dict[Shard, torch.Tensor | None] = {}
 
-    def expect(self, members: Sequence[StoredParameter]) -> None:
+    def expect(self, members: Sequence[Shard]) -> None:
         """A backward begins that may bring gradients of ``members``."""
         for stored in members:
             like = self._stand_in(stored)
@@ -43,14 +40,14 @@ class GradientBucketing:
                 if _goes_on(stored):
                     self._rest(stored).expect(stored.local)
 
-    def load(self, stored: StoredParameter) -> Load | None:
+    def load(self, stored: Shard) -> Load | None:
         """What a gradient fills of the bins that it is copied into; None where it travels by itself."""
         like = self._stand_in(stored)
         if like is None:
             return None
         return self._first(stored).load(like, _total(stored, like))
 
-    def take(self, stored: StoredParameter, gradient: torch.Tensor) -> bool:
+    def take(self, stored: Shard, gradient: torch.Tensor) -> bool:
         """Takes a copy of a small gradient; False where it is to travel by itself."""
         if self._stand_in(stored) is None:
             return False
@@ -63,7 +60,7 @@ class GradientBucketing:
             self._rest(stored).send()
         return True
 
-    def _arrived(self, stored: StoredParameter, part: torch.Tensor) -> None:
+    def _arrived(self, stored: Shard, part: torch.Tensor) -> None:
         """``part`` is the sum over the first axes; it lands, or goes on over the others."""
         total = stored.widened(part)
         if _goes_on(stored):
@@ -91,53 +88,51 @@ class GradientBucketing:
     def _all(self) -> list[GradientBucket]:
         return list(self._buckets.values())
 
-    def _stand_in(self, stored: StoredParameter) -> torch.Tensor | None:
+    def _stand_in(self, stored: Shard) -> torch.Tensor | None:
         """Like its gradients on this rank, without their memory; None where they travel by themselves."""
         if stored not in self._stand_ins:
             self._stand_ins[stored] = _like(stored, stored.whole_shape) if self._shares(stored) else None
         return self._stand_ins[stored]
 
-    def _shares(self, stored: StoredParameter) -> bool:
+    def _shares(self, stored: Shard) -> bool:
         """Whether its gradients are small, wherever they are formed."""
-        if not stored.param_group.sharding.bucket or max(stored.gather_group.size, stored.rest_group.size) == 1:
+        if not stored.sharding.bucket or max(stored.gather_group.size, stored.rest_group.size) == 1:
             return False
         like = _like(stored, stored.most_shape)
         return self._first(stored).takes(like, _total(stored, like))
 
-    def _first(self, stored: StoredParameter) -> GradientBucket:
+    def _first(self, stored: Shard) -> GradientBucket:
         """Where its gradients go first."""
         if stored.gather_group.size > 1:
             return self._bucket("reduce_scatter", stored.gather_group, stored)
         return self._bucket("all_reduce", stored.rest_group, stored)
 
-    def _rest(self, stored: StoredParameter) -> GradientBucket:
+    def _rest(self, stored: Shard) -> GradientBucket:
         """Where parts go on: what a full bin becomes, an Nth of it in its own element type, has room in a bin."""
         like = _like(stored, stored.whole_shape)
         travels = self._first(stored).travels_as(like, _total(stored, like))
         each = stored.gather_group.size * travels.itemsize
         return self._bucket("all_reduce", stored.rest_group, stored, stored.parameter.dtype.itemsize, each)
 
-    def _bucket(
-        self, kind: Kind, group: AxisGroup, stored: StoredParameter, times: int = 1, part: int = 1
-    ) -> GradientBucket:
-        cap = stored.param_group.sharding.bucket * times // part
+    def _bucket(self, kind: Kind, group: AxisGroup, stored: Shard, times: int = 1, part: int = 1) -> GradientBucket:
+        cap = stored.sharding.bucket * times // part
         key = (kind, group, cap)
         if key not in self._buckets:
             self._buckets[key] = GradientBucket.over(stored.runtime, group, cap, kind)
         return self._buckets[key]
 
 
-def _total(stored: StoredParameter, gradient: torch.Tensor) -> torch.Tensor:
+def _total(stored: Shard, gradient: torch.Tensor) -> torch.Tensor:
     """A tensor of the element type in which ``gradient`` is summed."""
     return stored.local if stored.wide(gradient) else gradient
 
 
-def _goes_on(stored: StoredParameter) -> bool:
+def _goes_on(stored: Shard) -> bool:
     """Whether gradients are partial over axes that do not split storage, beside those that do."""
     return stored.gather_group.size > 1 and stored.rest_group.size > 1
 
 
-def _like(stored: StoredParameter, shape: Sequence[int]) -> torch.Tensor:
+def _like(stored: Shard, shape: Sequence[int]) -> torch.Tensor:
     """A gradient's shape and element type, without its memory."""
     with trace.quiet():
         return torch.empty((), dtype=stored.dtype, device=stored.local.device).expand(shape)

@@ -17,13 +17,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from shardwright.params.parameter_group import ParameterGroup
+from shardwright.params.shard import Shard
 from shardwright.spec.sharding import FAIR_SHARE
-
-if TYPE_CHECKING:
-    from shardwright.params.parameter_group import ParameterGroup
-    from shardwright.params.stored import StoredParameter
 
 
 @dataclass(frozen=True)
@@ -31,20 +28,22 @@ class Launch:
     """Members of one parameter group whose gradients are reduced together. last: of that group in this backward."""
 
     param_group: ParameterGroup
-    members: tuple[StoredParameter, ...]
+    members: tuple[Shard, ...]
     last: bool
 
 
 class Launches:
-    """``order``: the parameters whose gradients are expected, in the order that all ranks agreed on."""
+    """``order``: the parameters whose gradients are expected, each with its group, in the order that all ranks agreed
+    on.
+    """
 
-    def __init__(self, order: Sequence[StoredParameter]):
+    def __init__(self, order: Sequence[tuple[ParameterGroup, Shard]]):
         self._waiting = deque(_in_launches(order))
         self._over: set[ParameterGroup] = set()
-        self.arrived: dict[StoredParameter, None] = {}
+        self.arrived: dict[Shard, None] = {}
         self.issued = 0
 
-    def arrive(self, stored: StoredParameter) -> None:
+    def arrive(self, stored: Shard) -> None:
         """The gradient of ``stored`` is whole, as far as is known."""
         self.arrived.setdefault(stored)
 
@@ -56,7 +55,7 @@ class Launches:
         """Backward is over: nothing more is waited for."""
         self._over.update(launch.param_group for launch in self._waiting)
 
-    def expects(self, stored: StoredParameter) -> bool:
+    def expects(self, stored: Shard) -> bool:
         """Whether a launch that is still to come reduces its gradient."""
         return any(stored in launch.members for launch in self._waiting)
 
@@ -72,27 +71,24 @@ class Launches:
         return self._waiting.popleft()
 
 
-def _in_launches(order: Sequence[StoredParameter]) -> list[Launch]:
+def _in_launches(order: Sequence[tuple[ParameterGroup, Shard]]) -> list[Launch]:
     """A group's gradients go in up to three launches: as soon as a fair share is ready and as much is still to come."""
     left: dict[ParameterGroup, int] = {}
-    for stored in order:
-        left[stored.param_group] = left.get(stored.param_group, 0) + stored.whole_bytes
-    numbers = {param_group: sum(stored.param_group is param_group for stored in order) for param_group in left}
-    ready: dict[ParameterGroup, list[StoredParameter]] = {param_group: [] for param_group in left}
+    numbers: dict[ParameterGroup, int] = {}
+    for param_group, stored in order:
+        left[param_group] = left.get(param_group, 0) + stored.whole_bytes
+        numbers[param_group] = numbers.get(param_group, 0) + 1
+    ready: dict[ParameterGroup, list[Shard]] = {param_group: [] for param_group in left}
     found: list[Launch] = []
-    for stored in order:
-        param_group = stored.param_group
+    for param_group, stored in order:
         ready[param_group].append(stored)
         left[param_group] -= stored.whole_bytes
         numbers[param_group] -= 1
         share = FAIR_SHARE * sum(other.whole_bytes for other in ready[param_group])
         fair = share >= param_group.trained_bytes and FAIR_SHARE * left[param_group] >= param_group.trained_bytes
-        if not numbers[
-            param_group
-        ]:  # all are there when it is issued: in the order in which the parameter group holds them
-            found.append(
-                Launch(param_group, tuple(sorted(ready[param_group], key=param_group.members.index)), last=True)
-            )
+        if not numbers[param_group]:  # all are there when it is issued: in the order of the group's members
+            members = tuple(sorted(ready[param_group], key=param_group.members.index))
+            found.append(Launch(param_group, members, last=True))
         elif fair:
             found.append(Launch(param_group, tuple(ready[param_group]), last=False))
             ready[param_group] = []

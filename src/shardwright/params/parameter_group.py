@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,12 +30,9 @@ from shardwright.comm.coalesced import (
     Logged,
 )
 from shardwright.comm.groups import AxisGroup
+from shardwright.params.shard import Shard, Version
 from shardwright.runtime.packed import PackedAllGatherHandle
 from shardwright.spec.sharding import FAIR_SHARE, Sharding
-
-if TYPE_CHECKING:
-    from shardwright.params.schedule import Schedule
-    from shardwright.params.stored import StoredParameter
 
 
 class Use:
@@ -48,12 +44,9 @@ class Use:
 
     __slots__ = ("__weakref__", "number", "stored", "version")
 
-    def __init__(self, stored: StoredParameter | None, version: Version, number: int):
+    def __init__(self, stored: Shard | None, version: Version, number: int):
         self.stored, self.version, self.number = stored, version, number
 
-
-Version = tuple[int, int, int]
-"""Of a stored parameter: which tensor holds its shard, and how often autograd has seen it, and its DTensor, written."""
 
 SMALL_BYTES, SMALL_SHARE = 2**16, 16
 """W of at most so many bytes, and such a share of its parameter group, is gathered packed with others: a message costs
@@ -70,20 +63,20 @@ class ParameterGroup:
     next request gathers again.
     """
 
-    def __init__(self, name: str, schedule: Schedule, sharding: Sharding):
-        self.name, self.schedule, self.sharding = name, schedule, sharding
-        self.members: list[StoredParameter] = []
+    def __init__(self, name: str, sharding: Sharding):
+        self.name, self.sharding = name, sharding
+        self.members: list[Shard] = []
         self.open = self.busy = self.trained_bytes = 0
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self.gathered = False
-        self.vacated: list[StoredParameter] = []
+        self.vacated: list[Shard] = []
         self._arrivals: list[CoalescedAllGatherHandle | PackedAllGatherHandle] = []
         self._seen: list[Version] = []
         self.expired = False
         self._operations: dict[tuple[str, AxisGroup], Logged] = {}  # of this backward: launches of one kind are one
 
     @property
-    def gathers(self) -> list[StoredParameter]:
+    def gathers(self) -> list[Shard]:
         """The members of which products read another tensor than the stored one."""
         return [stored for stored in self.members if stored.gathers]
 
@@ -107,9 +100,9 @@ class ParameterGroup:
             return False
         return not (self.sharding.keep and self.uses)
 
-    def announce(self, stored: StoredParameter | None = None) -> Use:
-        """A backward to come: a use of a member, or of none of them for itself."""
-        use = Use(stored, (0, 0, 0) if stored is None else stored.version, self.schedule.number_of_use())
+    def announce(self, number: int, stored: Shard | None = None) -> Use:
+        """A backward to come: a use of a member, or of none of them for itself. number: of the use."""
+        use = Use(stored, (0, 0, 0) if stored is None else stored.version, number)
         self.uses.add(use)
         return use
 
@@ -179,26 +172,19 @@ class ParameterGroup:
 
     # -- backward
 
-    def done(self, stored: StoredParameter, use: Use, read: bool = False) -> None:
-        """``use`` is over; if it was the member's last one, its W is released, and its dW may travel.
+    def over(self, stored: Shard, use: Use, read: bool = False) -> bool:
+        """``use`` is over; if it was the member's last one, its W is released. Returns whether it was.
 
         read: something else may still read W, until the parameter group's backward is over.
         """
         self.uses.discard(use)
         if any(other.stored is stored for other in self.uses):
-            return
+            return False
         if self.gathered and stored.gathers and not (read or self.open or self.sharding.resident):
             self.wait()
             stored.vacate()
             self.vacated.append(stored)
-        self.schedule.reductions.arrive(stored)
-
-    def complete(self) -> None:
-        """No living use is left in this backward: W is released, and what was deposited is reduced."""
-        if self.gathered and not (self.open or self.busy or self.sharding.resident):
-            self.release()
-        self.schedule.reductions.close(self)
-        self.expired = self.expired or not self.schedule.reductions.accumulating  # a step of the optimizer comes next
+        return True
 
     def begin_backward(self) -> None:
         """A backward begins: launches of one kind will be one logical operation of the trace."""
@@ -211,7 +197,7 @@ class ParameterGroup:
         for stored in self.members:
             stored.drop()
 
-    def reduction(self, fresh: Sequence[tuple[StoredParameter, torch.Tensor]]) -> Iterator[Handles]:
+    def reduction(self, fresh: Sequence[tuple[Shard, torch.Tensor]]) -> Iterator[Handles]:
         """Reduces and lands ``fresh``, a stage at a time: yields the handles that travel after each stage."""
         results, operations = dict(fresh), self._operations
         scatters: list[CoalescedReduceScatterHandle | CoalescedAllReduceHandle] = []
@@ -257,8 +243,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Handles = Sequence[CoalescedReduceScatterHandle | CoalescedAllReduceHandle]
 
 
-def _by_group(pairs: Iterator[tuple[AxisGroup, StoredParameter]]) -> dict[AxisGroup, list[StoredParameter]]:
-    found: dict[AxisGroup, list[StoredParameter]] = {}
+def _by_group(pairs: Iterator[tuple[AxisGroup, Shard]]) -> dict[AxisGroup, list[Shard]]:
+    found: dict[AxisGroup, list[Shard]] = {}
     for group, stored in pairs:
         if group.size > 1:
             found.setdefault(group, []).append(stored)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,11 +22,9 @@ from shardwright.comm.divergence import DivergenceError
 from shardwright.params.gradient_bucketing import GradientBucketing
 from shardwright.params.launches import Launch, Launches
 from shardwright.params.parameter_group import Handles, ParameterGroup
+from shardwright.params.shard import Shard
 from shardwright.runtime.bucket import Load
 from shardwright.spec.sharding import ONCE_A_STEP
-
-if TYPE_CHECKING:
-    from shardwright.params.stored import StoredParameter
 
 TURNS = 16
 """How often, at most, reductions are advanced while one parameter group's gradients are made."""
@@ -39,8 +37,7 @@ class Reductions:
     the parameter groups together, where they are to agree before they communicate. unused_are_zeros: ranks may use
     different parameters; what one does not use has a gradient of zero there. alike: ranks run the same code, so that
     what nobody announced (a compiled site's) is reduced when its parameter group is complete, and not when backward
-    ends. divisor: what sums over ranks are divided by as they land. travels: told of a parameter group whose gradients
-    have begun to travel.
+    ends. travels: told of a parameter group whose gradients have begun to travel.
     """
 
     def __init__(
@@ -49,7 +46,6 @@ class Reductions:
         self.param_groups, self.unused_are_zeros = param_groups, unused_are_zeros
         self.agreement: Agreement | None = None
         self.accumulating: tuple[str, ...] = ()
-        self.divisor = 1
         self.alike = True
         self._travels = travels
         self._launches: Launches | None = None
@@ -60,9 +56,14 @@ class Reductions:
         self._made = 0  # bytes of gradients since reductions were last advanced
 
     @property
-    def members(self) -> list[StoredParameter]:
+    def members(self) -> list[Shard]:
         """Every stored parameter; its place here is its number on every rank."""
         return [stored for param_group in self.param_groups for stored in param_group.members]
+
+    @property
+    def group_of(self) -> dict[Shard, ParameterGroup]:
+        """Stored parameter → its group, in the order of ``members``."""
+        return {stored: param_group for param_group in self.param_groups for stored in param_group.members}
 
     @property
     def under_way(self) -> bool:
@@ -78,10 +79,10 @@ class Reductions:
 
     def begin(self) -> None:
         """A backward begins."""
-        self._made = 0
+        self._made, group_of = 0, self.group_of
         for param_group in self.param_groups:
             param_group.begin_backward()
-        self._launches = Launches(self._agreed_order())
+        self._launches = Launches([(group_of[stored], stored) for stored in self._agreed_order()])
         for param_group in self.param_groups:
             if param_group.sharding.level not in self.accumulating:
                 self._bucketing.expect([stored for stored in param_group.members if stored.trains])
@@ -95,7 +96,7 @@ class Reductions:
             if param_group.trained_bytes
         )
 
-    def _agreed_order(self) -> list[StoredParameter]:
+    def _agreed_order(self) -> list[Shard]:
         """The parameters whose gradients are expected: as they came in the last backward, new ones as used."""
         members = self.members
         numbers = {stored: number for number, stored in enumerate(members)}
@@ -108,7 +109,7 @@ class Reductions:
         expected = {
             number
             for number, stored in enumerate(members)
-            if stored.param_group.sharding.level not in self.accumulating
+            if stored.sharding.level not in self.accumulating
             and stored.trains
             and (number in first_use or stored.has_accumulated)
         }
@@ -132,7 +133,7 @@ class Reductions:
         assert self._launches is not None
         for param_group in self.param_groups:
             if param_group.has_fresh:
-                param_group.complete()
+                self.complete(param_group)
         self._launches.close_all()
         self.launch()
         self._finish_moving()
@@ -157,12 +158,13 @@ class Reductions:
             self._step_all()
         self._bucketing.finish()
 
-    def _settle(self, arrived: dict[StoredParameter, None]) -> None:
+    def _settle(self, arrived: dict[Shard, None]) -> None:
         """Gradients that came after their launch are reduced; where no rank had one, none is left behind.
 
         Raises DivergenceError where ranks formed gradients of different parameters, and that was not asked for.
         """
-        members = self.members
+        group_of = self.group_of
+        members = list(group_of)
         numbers = {stored: number for number, stored in enumerate(members)}
         came = [numbers[stored] for stored in arrived]
         late = [number for number, stored in enumerate(members) if stored.has_fresh]
@@ -175,7 +177,7 @@ class Reductions:
         late = sorted({number for said in answer.facts for number in said["late"]})
         if self.unused_are_zeros or all(set(said["formed"]) == formed for said in answer.facts):
             for param_group in self.param_groups:
-                chosen = tuple(members[number] for number in late if members[number].param_group is param_group)
+                chosen = tuple(members[number] for number in late if group_of[members[number]] is param_group)
                 if chosen:
                     self._issue(Launch(param_group, chosen, last=True))
             self._finish_moving()
@@ -190,20 +192,27 @@ class Reductions:
             tuple("formed its gradient" if first in said["formed"] else "did not" for said in answer.facts)
         )
         raise DivergenceError(
-            f"{members[first].param_group.name or 'the root'}: {members[first].name}: {told}; allowed: the same "
+            f"{group_of[members[first]].name or 'the root'}: {members[first].name}: {told}; allowed: the same "
             'parameters on every rank, or unused="zeros"'
         )
 
     # -- launches
 
-    def arrive(self, stored: StoredParameter) -> None:
+    def arrive(self, stored: Shard) -> None:
         """The gradient of ``stored`` is whole, if it has one: it may travel."""
         if not stored.has_fresh or self._launches is None:
             return
         self._launches.arrive(stored)
-        if stored.param_group.sharding.level in self.accumulating:
+        if stored.sharding.level in self.accumulating:
             stored.accumulate()
         self.launch()
+
+    def complete(self, param_group: ParameterGroup) -> None:
+        """No living use is left in this backward: W is released, and what was deposited is reduced."""
+        if param_group.gathered and not (param_group.open or param_group.busy or param_group.sharding.resident):
+            param_group.release()
+        self.close(param_group)
+        param_group.expired = param_group.expired or not self.accumulating  # a step of the optimizer comes next
 
     def close(self, param_group: ParameterGroup) -> None:
         """The backward of ``param_group`` is over: its gradients travel."""
@@ -236,7 +245,7 @@ class Reductions:
 
         So the unreduced gradients of one launch are alive in a group, beside those that are being formed.
         """
-        fresh: list[tuple[StoredParameter, torch.Tensor]] = []
+        fresh: list[tuple[Shard, torch.Tensor]] = []
         for stored in launch.members:
             gradient = stored.take_fresh()
             if gradient is not None and self._launches is not None:
@@ -253,7 +262,7 @@ class Reductions:
             del fresh
             self._continue(stages)
 
-    def load(self, stored: StoredParameter) -> Load | None:
+    def load(self, stored: Shard) -> Load | None:
         """What a gradient of ``stored`` fills of a bucket; None where it travels by itself."""
         return self._bucketing.load(stored)
 
@@ -267,14 +276,14 @@ class Reductions:
         if handles is not None:
             self._moving.append((stages, handles))
 
-    def advance(self, stored: StoredParameter) -> None:
-        """A gradient of ``stored`` was made: lets reductions under way take in what is next to arrive.
+    def advance(self, param_group: ParameterGroup, stored: Shard) -> None:
+        """A gradient of a member was made: lets reductions under way take in what is next to arrive.
 
         Once for each sixteenth of its parameter group: small gradients come so close to each other that to wait at each
         of them would leave nothing to travel beside the products.
         """
         self._made += stored.whole_bytes
-        if TURNS * self._made < stored.param_group.trained_bytes:
+        if TURNS * self._made < param_group.trained_bytes:
             return
         self._made = 0
         for _, handles in self._moving:

@@ -16,8 +16,9 @@ from torch.autograd import Variable
 
 from shardwright import trace
 from shardwright.comm.agreement import Agreement, agree
-from shardwright.params.parameter_group import ParameterGroup
+from shardwright.params.parameter_group import ParameterGroup, Use
 from shardwright.params.reductions import Reductions
+from shardwright.params.shard import Shard
 from shardwright.spec.sharding import Sharding
 
 
@@ -70,7 +71,7 @@ class Schedule:
 
     def new_param_group(self, name: str, sharding: Sharding) -> ParameterGroup:
         """A parameter group without members yet."""
-        param_group = ParameterGroup(name, self, sharding)
+        param_group = ParameterGroup(name, sharding)
         self.param_groups.append(param_group)
         return param_group
 
@@ -79,10 +80,18 @@ class Schedule:
         """Between the ranks that store the parameter groups together."""
         return self.reductions.agreement
 
-    def number_of_use(self) -> int:
-        """The next number of a use."""
+    def announce(self, param_group: ParameterGroup, stored: Shard | None = None) -> Use:
+        """A backward to come: a use of a member of ``param_group``, or of none of them for itself."""
         self._number += 1
-        return self._number
+        return param_group.announce(self._number, stored)
+
+    def done(self, param_group: ParameterGroup, stored: Shard, use: Use, read: bool = False) -> None:
+        """``use`` of a member is over; if it was its last one, its W is released, and its dW may travel.
+
+        read: something else may still read W, until the parameter group's backward is over.
+        """
+        if param_group.over(stored, use, read):
+            self.reductions.arrive(stored)
 
     # -- gathering
 

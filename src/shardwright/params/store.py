@@ -139,7 +139,7 @@ class ParameterStore:
         parameter = make_parameter(local, dense.shape, stored_on, placed, dense.requires_grad)
         hooks.move(dense, parameter)
         rows = used.local_shape[0] if storage else None
-        return StoredParameter(parameter, self.runtime, partial, owner, param_group, storage, rows), used
+        return StoredParameter(parameter, self.runtime, partial, owner, self.schedule, param_group, storage, rows), used
 
     def take_over(self, stored: StoredParameter, qualified: str) -> None:
         """Stores a parameter that is stored whole so far as its parameter group here says; ``stored.parameter`` is
@@ -160,7 +160,7 @@ class ParameterStore:
             start, stop = chunk(local.shape[0], group.size, group.index)
             local = local[start:stop].clone()
         parameter = make_parameter(local, old.shape, mesh, placements, old.requires_grad)
-        stored.store_as(parameter, param_group, storage, rows)
+        stored.store_as(parameter, self.schedule, param_group, storage, rows)
 
 
 def storage_of(

@@ -88,6 +88,9 @@ CHUNKED = tuple(
 )
 """Those in more chunks."""
 
+WHOLE_STREAM = (Mode("blocking"), Mode("async"), Mode("async", chunks=2), Mode("async", chunks=4))
+"""Those of a site whose X is whole: it is not kept, and no piece of it goes around."""
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -192,7 +195,7 @@ class Structure:
         if self.tensor == 1:
             return MODES[:1]
         if self.stream == "whole":
-            return tuple(mode for mode in MODES + CHUNKED if mode.save_x == "shard" and mode.overlap != "ring")
+            return WHOLE_STREAM
         return MODES + CHUNKED
 
     @property

@@ -17,7 +17,7 @@ left (``mesh.nested_chunk``): that is DTensor's rule, for activations and weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,10 +31,13 @@ OPERAND_WORDS: dict[str, tuple[str, ...]] = {
     "w": ("sharded", "replicated"),
     "y": ("sharded", "sharded-features", "replicated"),
 }
-CHOICES: dict[str, tuple[str, ...]] = {
+OVERLAP_MODES: dict[str, str] = {"blocking": "blocking", "async": "asynchronous", "ring": "ring"}
+"""Overlap mode → its file in ``overlap/``. A new mode is such a file, with the siblings' signature, and a line here."""
+
+CHOICES: dict[str, Collection[str]] = {
     "save_x": ("shard", "gathered"),
     "save_w": ("shard", "gathered"),
-    "overlap": ("blocking", "async", "ring"),
+    "overlap": OVERLAP_MODES,
     "reduce_dtype": ("same", "float32"),
 }
 

@@ -86,7 +86,8 @@ def shard(
     zeros = unused == "zeros"
     lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, in_flight, groups, source, zeros, checks)
     if reduce == "mean":
-        _schedule(module).reductions.divisor = mesh_axes.size()
+        for stored in _schedule(module).reductions.members:
+            stored.divisor = mesh_axes.size()
     return module
 
 

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright import trace
 from shardwright.errors import InputError
-from shardwright.params.parameter_group import ParameterGroup, Use, Version
+from shardwright.params.parameter_group import ParameterGroup, Use
 from shardwright.params.schedule import Schedule
+from shardwright.params.shard import Version
 from shardwright.params.stored import StoredParameter
 from shardwright.params.written import fingerprint
 from shardwright.unsharding.saved_weights import Handle, SavedWeights
@@ -73,7 +74,7 @@ class UnshardHooks:
         self._calls.append((None, False))
         if places:
             self.schedule.begin_call()
-            call = ModuleCall(places, self.saved)
+            call = ModuleCall(places, self.schedule, self.saved)
             self._calls[-1] = call, False
             args, kwargs = call.watch(args, kwargs)
             for place in places:
@@ -120,12 +121,11 @@ class ModuleCall:
     then the parameters that have none were not used. Where nothing tells, the end of backward does.
     """
 
-    def __init__(self, places: Sequence[Place], saved: SavedWeights):
-        self.places, self.saved = places, saved
+    def __init__(self, places: Sequence[Place], schedule: Schedule, saved: SavedWeights):
+        self.places, self.schedule, self.saved = places, schedule, saved
         self.param_groups = list(dict.fromkeys(place.stored.param_group for place in places))
-        self._expected: list[
-            tuple[ParameterGroup, StoredParameter | None]
-        ] = []  # whose gradients are to come; None: the inputs'
+        # whose gradients are to come; None: the inputs'
+        self._expected: list[tuple[ParameterGroup, StoredParameter | None]] = []
         self._versions: list[tuple[Version, int] | None] = []
         self._uses: dict[int, Use] = {}
         self._handles: dict[StoredParameter, weakref.WeakSet[Handle]] = {}
@@ -170,7 +170,7 @@ class ModuleCall:
         self._expected.append((param_group, stored))
         self._versions.append(None if stored is None else (stored.version, fingerprint(stored.local)))
         if self._wanted:
-            self._uses[number] = param_group.announce(stored)
+            self._uses[number] = self.schedule.announce(param_group, stored)
         return number
 
     def close(self, output: Any) -> None:
@@ -201,8 +201,8 @@ class ModuleCall:
             self._entered = task
             for number, (param_group, stored) in enumerate(self._expected):
                 if number not in self._uses:  # a second backward through a graph that was retained
-                    self._uses[number] = param_group.announce(stored)
-            self.param_groups[0].schedule.begin_backward(task)
+                    self._uses[number] = self.schedule.announce(param_group, stored)
+            self.schedule.begin_backward(task)
         return bool(self._uses)
 
     def need_weights(self) -> None:
@@ -217,7 +217,7 @@ class ModuleCall:
         for param_group in self.param_groups:
             param_group.busy += 1
             if param_group.gathers:
-                param_group.schedule.ask(param_group, again=True)
+                self.schedule.ask(param_group, again=True)
         self._show()
 
     def _show(self) -> None:
@@ -260,7 +260,7 @@ class ModuleCall:
         self.hide(stored)
         # beside the leaf, the store, and Python's object
         read = _holders(leaf) > 3 or bool(self._handles.get(stored))
-        stored.param_group.done(stored, use, read)
+        self.schedule.done(stored.param_group, stored, use, read)
         if not self._uses:
             self.end()
 
@@ -276,7 +276,7 @@ class ModuleCall:
         self.hide()
         for param_group in self.param_groups:
             if not param_group.uses:
-                param_group.complete()
+                self.schedule.reductions.complete(param_group)
 
 
 class _Hiding:
