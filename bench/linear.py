@@ -31,7 +31,8 @@ import shardwright as sw
 from shardwright.spec.mesh import chunk
 from shardwright.trace import note
 from shardwright.trace.events import Alloc, Free
-from shardwright.trace.recorder import Recorder, active
+from shardwright.trace.recorder import Recorder
+from shardwright.trace.reports import active
 
 RESIDENT = ("parameter", "buffer", "input", "gradient", "saved")
 TOLERANCE = 1e-3  # of gradients, relative to dense

@@ -16,7 +16,7 @@ import tiny
 from ranks import on_ranks
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
-from shardwright.models.parallelize import check_fits
+from shardwright.models.fits import check_fits
 from shardwright.simulate.rehearsal import stage
 from shardwright.spec.plan import Plan
 from shardwright.step.train_step import record_steps

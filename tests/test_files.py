@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from malformed import CONFIG, RUN, TEXT
 from shardwright.errors import InputError
-from shardwright.files.parser import format_bytes, parse_bytes, write_yaml
+from shardwright.files.plain_yaml import write_yaml
+from shardwright.files.sizes import format_bytes, parse_bytes
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.layout import OPERAND_WORDS, GridLayout
-from shardwright.spec.plan import DTYPES, Plan, Predicted
+from shardwright.spec.plan import DTYPES, Plan
+from shardwright.spec.predicted import Predicted
 from shardwright.spec.site import Linear, Site
 from shardwright.train.run_file import Run
 from test_malformed import fault

@@ -51,7 +51,8 @@ def bucket_and_flush() -> list[int]:
     """Bytes allocated, and reserved once what is free is given back: before, with a filled bin, after it has landed."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from shardwright.runtime import bins
+    from shardwright.runtime import bin_reduction
+    from shardwright.runtime.bin import Bin, BinPiece
     from shardwright.runtime.runtime import Runtime
 
     mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("data",))
@@ -62,10 +63,10 @@ def bucket_and_flush() -> list[int]:
     destinations = [torch.zeros_like(gradient) for gradient in gradients]
     torch.distributed.all_reduce(torch.ones(1, device=device), group=alone.process_group)  # NCCL takes its own memory
     found = [*_memory()]
-    for handle in (bins._OnNccl, bins._AllReduce):
-        full = bins._Bin("", None, arena.lease((1, 2**20), torch.float32, device, "bucket", "bucket"))
+    for handle in (bin_reduction.BinOnNccl, bin_reduction.BinAllReduce):
+        full = Bin("", None, arena.lease((1, 2**20), torch.float32, device, "bucket", "bucket"))
         for gradient, destination in zip(gradients, destinations, strict=True):
-            full.take(gradient, bins._Piece(1000, destination, None))
+            full.take(gradient, BinPiece(1000, destination, None))
         held = _memory()[0] - found[0]
         handle(full, alone, arena).finish(True)
         del full

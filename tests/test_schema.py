@@ -10,6 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from malformed import CLUSTER, CLUSTERS, PLAN, PLANS, RUN, RUNS
+from shardwright.files.plain_yaml import parse
 from shardwright.report.schema import FILES, UNITS, file_fields, is_number, json_schema, markdown, unit
 from shardwright.spec.layout import CHOICES, OPERAND_WORDS
 from shardwright.spec.presets import presets
@@ -70,9 +71,8 @@ def layouts_options() -> list[dict[str, Any]]:
 
 def plain(text: str) -> Any:
     """What our own reader makes of a YAML text, before it is checked."""
-    from shardwright.files.parser import _parse
 
-    return _parse("file", text)[0]
+    return parse("file", text)[0]
 
 
 @pytest.mark.parametrize(("kind", "text"), [("plan", PLAN), ("cluster", CLUSTER), ("run", RUN)])

@@ -20,12 +20,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import tiny
 from shardwright.comm.launched import REFUSAL_SECONDS
-from shardwright.files.parser import write_yaml
+from shardwright.files.plain_yaml import write_yaml
 from shardwright.spec.plan import Plan
 from shardwright.train import launcher
 from shardwright.train.data import load_tokenizer, standard_library_text, train_tokenizer
-from shardwright.train.loop import EVALUATION_TOKENS, EVENTS, METRICS, TOKENS, train
+from shardwright.train.loop import EVENTS, METRICS, train
 from shardwright.train.metrics import read_metrics
+from shardwright.train.preparation import EVALUATION_TOKENS, TOKENS
 from shardwright.train.sources import documents
 from test_checkpoint_faults import forked
 from test_cli import cluster_file, refused
@@ -164,7 +165,7 @@ def test_the_cluster_of_a_run_is_what_it_must_fit(
         """In this process, which has loaded what another would have to."""
         return subprocess.CompletedProcess(words, *command_here(*words[3:]))
 
-    monkeypatch.setattr("shardwright.train.loop.subprocess.run", rehearsed)
+    monkeypatch.setattr("shardwright.train.preparation.subprocess.run", rehearsed)
     run = prepare(tmp_path, texts, 1, {"steps": 1, "evaluation": None, "cluster": "cluster.yaml"})
     cluster_file(tmp_path / "cluster.yaml", devices, memory)
     Plan.load(tmp_path / "plan.yaml").evolve(predicted=predicted).save(tmp_path / "plan.yaml")

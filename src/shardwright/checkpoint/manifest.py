@@ -16,7 +16,8 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.tensor_file import DTYPES
 from shardwright.errors import InputError
-from shardwright.files.parser import STRICT, FieldError, Version1, check
+from shardwright.files.messages import FieldError
+from shardwright.files.parser import STRICT, Version1, check
 
 MANIFEST = "manifest.json"
 """The name of the manifest in a checkpoint."""

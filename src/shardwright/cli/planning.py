@@ -61,9 +61,7 @@ def plan(
         if (cluster is None) == (devices is None):
             raise InputError("--cluster: found both or neither of it and --devices; allowed: one of them")
         counted = {"--min-devices": min_devices, "--max-sequence": max_sequence, "--max-batch": max_batch}
-        given = [option for option, wanted in counted.items() if wanted]
-        if len(given) > 1:
-            raise InputError(f"{given[0]}: found it beside {given[1]}; allowed: one of them")
+        answer = _one_of(counted)
         from shardwright.space.request import asked
 
         types = (DTYPES.get(dtype, dtype), DTYPES.get(master_dtype, master_dtype))
@@ -74,14 +72,25 @@ def plan(
 
         console = table_console()
         if not runs_unsplit(ask):
-            answer = given[0] if given else "the fastest"
             _searched(console, ask, answer, seconds, output, json_path, picture)
             return
-        for option, asked_for in (*counted.items(), ("--svg", picture)):
-            if asked_for:
-                allowed = "neither, since this model has no rule table"
-                raise InputError(f"{option}: found it beside --fallback; allowed: {allowed}")
+        _refuse_beside_fallback(counted | {"--svg": picture is not None})
         _unsplit(console, ask, output, json_path)
+
+
+def _one_of(counted: dict[str, bool]) -> str:
+    """The option that was given, or what is asked without one. Raises InputError for two."""
+    given = [option for option, wanted in counted.items() if wanted]
+    if len(given) > 1:
+        raise InputError(f"{given[0]}: found it beside {given[1]}; allowed: one of them")
+    return given[0] if given else "the fastest"
+
+
+def _refuse_beside_fallback(wanted: dict[str, bool]) -> None:
+    for option, given in wanted.items():
+        if given:
+            allowed = "neither, since this model has no rule table"
+            raise InputError(f"{option}: found it beside --fallback; allowed: {allowed}")
 
 
 def _searched(

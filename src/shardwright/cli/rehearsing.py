@@ -148,7 +148,7 @@ def _rehearse(
 
 def _show(console: Console, traces: dict[int, Trace]) -> None:
     """Peaks by phase, the ledger, and of the fullest rank what is alive at the peak and what it sends."""
-    from shardwright.files.parser import format_bytes
+    from shardwright.files.sizes import format_bytes
     from shardwright.report.ledger import ledger_table, peak_table
     from shardwright.report.volume import collectives_table
 

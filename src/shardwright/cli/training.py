@@ -29,7 +29,7 @@ def demo(
 ) -> None:
     """Do the whole job on this machine: profile it, plan a small Llama, train with the plan, compare."""
     with exit_status():
-        from shardwright.files.parser import parse_bytes
+        from shardwright.files.sizes import parse_bytes
 
         limit = parse_bytes(memory, "--memory") if memory is not None else None
 
@@ -60,7 +60,7 @@ def train(
                 found = f"{ranks} in a rank of a launcher" if ranks >= 1 else ranks
                 raise InputError(f"--ranks: found {found}; allowed: at least 1, outside of a launcher")
 
-            from shardwright.train.loop import stated
+            from shardwright.train.preparation import stated
 
             stated(run, ranks)
 

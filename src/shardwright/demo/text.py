@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from shardwright.files.parser import write_yaml
+from shardwright.files.plain_yaml import write_yaml
 from shardwright.train.data import standard_library, standard_library_text, train_tokenizer
 from shardwright.train.sources import documents
 

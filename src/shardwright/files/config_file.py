@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import InputError
-from shardwright.files.parser import found_text
+from shardwright.files.messages import found_text
 
 LONGEST = 120
 """Characters of what somebody else says that one line has room for."""

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from shardwright.errors import InputError
-from shardwright.files.parser import dotted
+from shardwright.files.messages import dotted
 
 Choice = TypeVar("Choice")
 

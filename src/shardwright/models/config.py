@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwright.errors import InputError
 from shardwright.files.config_file import config_file, read_config, short
-from shardwright.files.parser import found_text
+from shardwright.files.messages import found_text
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 """What a config must state as far as its family has it, under these names or its own (``n_embd``): transformers would

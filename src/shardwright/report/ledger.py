@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.files.parser import format_bytes
+from shardwright.files.sizes import format_bytes
 from shardwright.trace import CATEGORIES, PHASES, Peak, Trace
 
 TOTAL = "total"

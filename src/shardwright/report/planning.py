@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from shardwright.files.parser import format_bytes
+from shardwright.files.sizes import format_bytes
 from shardwright.formulas.bounds import Grid
 from shardwright.search.candidate import told
 from shardwright.search.distance import Distance, distance

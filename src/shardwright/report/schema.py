@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from shardwright.files.parser import allowed_text, resolve
+from shardwright.files.messages import allowed_text, resolve
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan
 from shardwright.train.run_file import Run

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from shardwright.files.parser import format_bytes
+from shardwright.files.sizes import format_bytes
 from shardwright.search.unsplit import FoundUnsplit, Rehearsed
 
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.comm.groups import AxisGroup
 from shardwright.errors import InputError
-from shardwright.files.parser import parse_bytes
+from shardwright.files.sizes import parse_bytes
 from shardwright.runtime.bins import Bins
 from shardwright.runtime.runtime import Runtime
 

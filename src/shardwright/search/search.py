@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from shardwright.certificate.certify import Certificate, Expected, certifying
 from shardwright.errors import DoesNotFit
-from shardwright.files.parser import format_bytes
+from shardwright.files.sizes import format_bytes
 from shardwright.pricing.compose import Composed, Known, composed_of, composing
 from shardwright.search.candidate import Candidate, priced_in, told
 from shardwright.search.explore import Tell, candidates_of, explore, leaner, rehearsing

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.certificate.certify import Certificate, certifying
 from shardwright.errors import DoesNotFit, InputError
-from shardwright.files.parser import format_bytes
+from shardwright.files.sizes import format_bytes
 from shardwright.models.config import load_config
 from shardwright.models.positions import check_positions
 from shardwright.search.explore import Tell, rehearsing

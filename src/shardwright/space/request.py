@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwright.errors import InputError
 from shardwright.files.config_file import read_config
-from shardwright.files.parser import format_bytes, parse_bytes
+from shardwright.files.sizes import format_bytes, parse_bytes
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan
 from shardwright.spec.sharding import LEVELS

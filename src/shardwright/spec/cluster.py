@@ -10,17 +10,10 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
 from shardwright.errors import DoesNotFit, InputError
-from shardwright.files.parser import (
-    SIZES,
-    STRICT,
-    FieldError,
-    SizeText,
-    Version1,
-    format_bytes,
-    parse_bytes,
-    read_yaml,
-    write_yaml,
-)
+from shardwright.files.messages import FieldError
+from shardwright.files.parser import STRICT, Version1, read_yaml
+from shardwright.files.plain_yaml import write_yaml
+from shardwright.files.sizes import SIZES, SizeText, format_bytes, parse_bytes
 
 Size = Annotated[
     int,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -19,16 +18,17 @@ from pydantic import (
 )
 
 from shardwright.errors import InputError
-from shardwright.files.parser import STRICT, FieldError, Version1, check, read_yaml, write_yaml
+from shardwright.files.messages import FieldError
+from shardwright.files.parser import STRICT, Version1, check, read_yaml
+from shardwright.files.plain_yaml import write_yaml
 from shardwright.spec.layout import GridLayout
 from shardwright.spec.mesh import world_size
-from shardwright.spec.plan_fields import Bytes, Layout, PositiveInt, SmallSize, Stored, StoredFields, Text, stored_as
-from shardwright.spec.presets import preset
+from shardwright.spec.model_ref import ModelRef, sha256_of
+from shardwright.spec.plan_fields import Layout, PositiveInt, SmallSize, Stored, StoredFields, stored_as
+from shardwright.spec.predicted import Predicted, check_known
+from shardwright.spec.presets import axes_of, preset
 from shardwright.spec.sharding import Sharding
 from shardwright.spec.site import Site
-
-PHASES = ("forward", "loss", "backward", "step")
-"""The phases of a training step, in order."""
 
 DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
@@ -45,69 +45,9 @@ RECOMPUTE = ("none", "block")
 """What backward may compute again of a block."""
 
 
-def _axes(layout: GridLayout | str, role: Literal["m", "axes"]) -> set[str]:
-    """Axes that a layout uses (as m, or in any role); a preset is asked for both kinds of site."""
-    if isinstance(layout, GridLayout):
-        return set(getattr(layout, role))
-    probes = (Site(name="", kind=kind, m=0, k=0, linears=()) for kind in ("column", "row"))
-    return {axis for probe in probes for axis in getattr(preset(layout)(probe), role)}
-
-
-class ModelRef(BaseModel):
-    """The model that a plan is for."""
-
-    model_config = STRICT
-
-    config: Text = Field(description="path of a Hugging Face config.json, relative to the plan file")
-    sha256: str = Field(
-        pattern=r"^[0-9a-f]{64}$",
-        description="SHA-256 of that file's bytes",
-        json_schema_extra={"x-allowed": "the SHA-256 of the config file, 64 digits of 0-9 and a-f"},
-    )
-
-    @model_validator(mode="after")
-    def _matches(self, info: ValidationInfo) -> ModelRef:
-        if info.context:
-            path = info.context["directory"] / self.config
-            if path.is_file() and (now := _sha256(path)) != self.sha256:
-                raise FieldError(
-                    ("sha256",), self.sha256, f"{now}, that of {self.config} as it is now (plan again if it changed)"
-                )
-        return self
-
-
-class Predicted(BaseModel):
-    """What a rehearsal of the plan says of one training step."""
-
-    model_config = STRICT
-
-    peak: dict[str, Bytes] = Field(
-        description=f"phase ({', '.join(PHASES)}) → most bytes of tensor storage alive in it, on the fullest rank",
-        json_schema_extra={"propertyNames": {"enum": list(PHASES)}},
-    )
-    rank_classes: dict[str, Any] | None = Field(
-        default=None, description="class of ranks that do the same → its own figures (bytes)"
-    )
-    saved: Bytes = Field(description="bytes that the autograd graph holds at the end of forward")
-    volume: Bytes = Field(description="bytes that one rank sends in step 1")
-    time: float | None = Field(default=None, ge=0, description="seconds of one step; null where it was not computed")
-
-    @field_validator("peak")
-    @classmethod
-    def _phases(cls, peak: dict[str, int]) -> dict[str, int]:
-        _known(peak, PHASES, "the phase")
-        return peak
-
-
 def names_of(mesh: Mapping[str, int]) -> str:
     """The axes of a mesh, for a message."""
     return "the mesh's axes (" + ", ".join(mesh) + ")"
-
-
-def _known(mapping: Mapping[str, Any], allowed: tuple[str, ...], what: str) -> None:
-    for name in mapping:
-        if name not in allowed:
-            raise FieldError((name,), f"{what} {name!r}", ", ".join(allowed))
 
 
 class Plan(BaseModel):
@@ -216,7 +156,7 @@ class Plan(BaseModel):
     @field_validator("arena")
     @classmethod
     def _slots(cls, arena: dict[str, list[int]] | None) -> dict[str, list[int]] | None:
-        _known(arena or {}, DTYPES, "the element type")
+        check_known(arena or {}, DTYPES, "the element type")
         for dtype, sizes in (arena or {}).items():
             for index in range(1, len(sizes)):
                 if sizes[index] > sizes[index - 1]:
@@ -230,7 +170,7 @@ class Plan(BaseModel):
         for pattern, layout in self.layouts.items():
             names = names_of(self.mesh)
             if isinstance(layout, str):
-                for axis in sorted(_axes(layout, "axes") - set(self.mesh)):
+                for axis in sorted(axes_of(layout, "axes") - set(self.mesh)):
                     raise FieldError(("layouts", pattern), f"{layout}, which uses the axis {axis!r}", names)
             else:
                 for role in ("m", "n", "k"):
@@ -295,7 +235,7 @@ class Plan(BaseModel):
             raise InputError(f"config: found no file {os.fspath(config_path)!r}; allowed: a Hugging Face config.json")
         fields: dict[str, Any] = {
             "version": 1,
-            "model": {"config": path.name, "sha256": _sha256(path)},
+            "model": {"config": path.name, "sha256": sha256_of(path)},
             "mesh": dict(mesh),
             "batch": batch,
             "sequence": sequence,
@@ -376,7 +316,7 @@ class Plan(BaseModel):
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Mesh axes that some layout uses as m (they split tokens for good), in mesh order."""
-        used = {axis for layout in self.layouts.values() for axis in _axes(layout, "m")}
+        used = {axis for layout in self.layouts.values() for axis in axes_of(layout, "m")}
         return tuple(axis for axis in self.mesh if axis in used)
 
     @property
@@ -385,7 +325,7 @@ class Plan(BaseModel):
 
         The others split the tokens of its sequences.
         """
-        roles = [_axes(layout, "m") for layout in self.layouts.values()]
+        roles = [axes_of(layout, "m") for layout in self.layouts.values()]
         left, found = self.batch, []
         for axis, ranks in self.mesh.items():
             if left % ranks == 0 and all(axis in role for role in roles):
@@ -412,10 +352,3 @@ class Plan(BaseModel):
 
 ANSWERS = ("predicted", "objective", "bound", "gap", "solve_time")
 """Fields that state what was found out about a plan, not what it does; left out of a file while they are not known."""
-
-
-def _sha256(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise InputError(f"config: found {error.strerror} at {path}; allowed: a readable file") from None

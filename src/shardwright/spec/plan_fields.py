@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, PlainValidator
 
-from shardwright.files.parser import SIZES, STRICT, SizeText, parse_bytes
+from shardwright.files.parser import STRICT
+from shardwright.files.sizes import SIZES, SizeText, parse_bytes
 from shardwright.spec.layout import CHOICES, OPERAND_WORDS, GridLayout
 from shardwright.spec.presets import preset, presets
 from shardwright.spec.sharding import LEVELS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 from shardwright.errors import InputError
 from shardwright.spec.layout import GridLayout
@@ -109,3 +110,11 @@ def preset(name: str) -> Callable[[Site], GridLayout]:
     if name not in presets:
         raise InputError(f"layout: found {name!r}; allowed: {', '.join(presets)}")
     return presets[name]
+
+
+def axes_of(layout: GridLayout | str, role: Literal["m", "axes"]) -> set[str]:
+    """Axes that a layout uses (as m, or in any role); a preset is asked for both kinds of site."""
+    if isinstance(layout, GridLayout):
+        return set(getattr(layout, role))
+    probes = (Site(name="", kind=kind, m=0, k=0, linears=()) for kind in ("column", "row"))
+    return {axis for probe in probes for axis in getattr(preset(layout)(probe), role)}

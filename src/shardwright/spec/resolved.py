@@ -1,13 +1,13 @@
 """What a layout comes to on a mesh, decided once: what overlaps, how it is cut, and which settings find nothing to do.
 
-| ``Resolved``     | a site of which                                             | so its product is                      |
-|------------------|-------------------------------------------------------------|----------------------------------------|
-| deferred         | Y is reduce-scattered by tokens, X is not kept gathered,    | formed by the node that reduces Y,     |
-|                  | and the mode overlaps                                       | piece by piece                         |
-| streamed         | of these: neither X nor Y communicates otherwise, and sums  | a ring: sums of Y, and dY, go around   |
-|                  | are taken in their own element type                         | with pieces of tokens                  |
-| deferred only    | X is gathered too, Y all-reduced over other axes, or sums   | cut into ``feature_chunks`` of Y       |
-|                  | are fp32                                                    |                                        |
+| ``Resolved``  | a site of which                                            | so its product is                     |
+|---------------|------------------------------------------------------------|---------------------------------------|
+| deferred      | Y is reduce-scattered by tokens, X is not kept gathered,   | formed by the node that reduces Y,    |
+|               | and the mode overlaps                                      | piece by piece                        |
+| streamed      | of these: neither X nor Y communicates otherwise, and sums | a ring: sums of Y, and dY, go around  |
+|               | are taken in their own element type                        | with pieces of tokens                 |
+| deferred only | X is gathered too, Y all-reduced over other axes, or sums  | cut into ``feature_chunks`` of Y      |
+|               | are fp32                                                   |                                       |
 
 The runtime adds process groups to it (``overlap/product.py``), the formulas add bytes (``formulas/sizes.py``).
 """
@@ -32,10 +32,10 @@ class Resolved:
     """One site's layout on a mesh.
 
     mode: the overlap mode whose file runs (``layout.OVERLAP_MODES``). overlaps: it is not blocking. travels: operands
-    and sums go around the axis, in their own element type. x_blocks: the gather of X and the reduction of dX are waited for at
-    once. x_travels: dX goes around as sums of pieces, and X too unless it is kept gathered. deferred, streamed: the
-    module's table. chunks: pieces of each rank's tokens, where they travel in pieces. feature_chunks: of Y_i, where it
-    is scattered so; else 1.
+    and sums go around the axis, in their own element type. x_blocks: the gather of X and the reduction of dX are waited
+    for at once. x_travels: dX goes around as sums of pieces, and X too unless it is kept gathered. deferred, streamed:
+    the module's table. chunks: pieces of each rank's tokens, where they travel in pieces. feature_chunks: of Y_i, where
+    it is scattered so; else 1.
     """
 
     mode: str

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwright import trace
 from shardwright.comm.collectives import all_reduce
 from shardwright.errors import InputError
-from shardwright.files.parser import found_text
+from shardwright.files.messages import found_text
 from shardwright.params.reductions import Reductions
 from shardwright.spec.mesh import chunk
 from shardwright.spec.plan import Plan

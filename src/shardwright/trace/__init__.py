@@ -6,20 +6,9 @@ derives a number again. The runtime speaks to the active recorder through ``coll
 """
 
 from shardwright.trace.events import CATEGORIES, PHASES, Alloc, Collective, Event, Free, Mark, Op, Storage, Wait
-from shardwright.trace.recorder import (
-    active,
-    collective,
-    collector_at_rest,
-    note,
-    plain,
-    quiet,
-    record,
-    released,
-    renewed,
-    span,
-    unlogged,
-    waited,
-)
+from shardwright.trace.recorder import plain
+from shardwright.trace.recording import collector_at_rest, record
+from shardwright.trace.reports import active, collective, note, quiet, released, renewed, span, unlogged, waited
 from shardwright.trace.trace import Alive, Entry, Peak, Point, Trace
 
 __all__ = [

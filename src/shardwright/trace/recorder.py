@@ -8,20 +8,16 @@ rests while a recorder is active.
 from __future__ import annotations
 
 import bisect
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from shardwright.trace.events import CATEGORIES, Alloc, Collective, Event, Free, Mark, Op, Storage, Wait
-from shardwright.trace.trace import Trace
+from shardwright.trace.events import CATEGORIES, Alloc, Event, Free, Mark, Op, Storage
 
 _BOOKKEEPING = ("prim", "profiler")  # questions about fake tensors, and labels for profilers: no work is done
 _DEVICE = torch.ops.prim.device.default
@@ -301,161 +297,3 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
                 yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-@contextmanager
-def record(*roots: Any) -> Iterator[Trace]:
-    """Records what runs inside the ``with`` block.
-
-    roots: the modules, optimizers and tensors alive at the start; other tensors enter as ``input`` when first used.
-    Yields a Trace, complete when the block ends. Works on real tensors and under a FakeTensorMode alike.
-    """
-    trace = Trace()
-    recorder = Recorder()
-    hooks = torch.nn.modules.module
-    with collector_at_rest():
-        handles: list[Any] = [
-            hooks.register_module_forward_pre_hook(recorder.enter_module),
-            hooks.register_module_forward_hook(recorder.leave_module, always_call=True),
-            register_optimizer_step_pre_hook(recorder.before_optimizer),
-            register_optimizer_step_post_hook(recorder.after_optimizer),
-        ]
-        handles += [
-            parameter.register_post_accumulate_grad_hook(recorder.accumulated)
-            for root in roots
-            if isinstance(root, torch.nn.Module)
-            for parameter in root.parameters()
-            if parameter.requires_grad
-        ]
-        try:
-            recorder.begin(roots)
-            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), recorder:
-                yield trace
-            recorder.end()
-        finally:
-            for handle in handles:
-                handle.remove()
-            trace.events, trace.storages, trace.saved = recorder.events, recorder.storages(), recorder.saved
-            recorder._living.clear()  # deaths after the recording are nobody's business
-
-
-@contextmanager
-def collector_at_rest() -> Iterator[None]:
-    """Python's cycle collector works before the block, and not inside.
-
-    A block inside of such a block does not wait for it again: what is garbage by then was made in peace.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-# -- what the runtime says to the recorder that watches it, if any ---------------------------------------------------
-
-
-def active() -> Recorder | None:
-    """The innermost recorder at work, or None."""
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, Recorder):
-            return mode
-    return None
-
-
-def collective(
-    kind: str,
-    axes: tuple[str, ...],
-    ranks: tuple[int, ...],
-    size: int,
-    sent: int,
-    mode: str = "blocking",
-    module: str = "",
-) -> Callable[[int, int], None] | None:
-    """One logical collective is issued now. ``size`` and ``sent`` in bytes, as in events.Collective.
-
-    Returns how to write down that more has joined it: (size, sent) → None, of everything so far.
-    """
-    recorder = active()
-    if recorder is None or recorder.unlogged:
-        return None
-    recorder.arrive()
-    where, events, place = module or recorder.module(), recorder.events, len(recorder.events)
-    event = Collective(recorder.step, recorder.phase, where, kind, axes, ranks, size, sent, mode)
-    events.append(event)
-
-    def grow(size: int, sent: int) -> None:
-        events[place] = replace(event, size=size, sent=sent)
-
-    return grow
-
-
-def waited(kind: str, axes: tuple[str, ...], module: str = "") -> None:
-    """The program waits now for a collective of ``kind`` over ``axes``, or for a part of it."""
-    recorder = active()
-    if recorder is not None and not recorder.unlogged:
-        recorder.arrive()
-        where = module or recorder.module()
-        recorder.events.append(Wait(recorder.step, recorder.phase, where, kind, axes))
-
-
-def note(tensor: torch.Tensor, category: str) -> None:
-    """Tells the category of a tensor's storage."""
-    recorder = active()
-    if recorder is not None:
-        recorder.note(tensor, category)
-
-
-def released(tensor: torch.Tensor) -> None:
-    """The tensor's memory is given back now."""
-    recorder = active()
-    if recorder is not None:
-        recorder.released(tensor)
-
-
-def renewed(tensor: torch.Tensor, category: str) -> None:
-    """The tensor's memory, released before, is there again."""
-    recorder = active()
-    if recorder is not None:
-        recorder.renewed(tensor, category)
-
-
-@contextmanager
-def unlogged() -> Iterator[None]:
-    """Collectives inside are parts of one that has been logged already."""
-    recorder = active()
-    if recorder is None:
-        yield
-        return
-    recorder.unlogged += 1
-    try:
-        yield
-    finally:
-        recorder.unlogged -= 1
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Operators inside belong to a check, not to the step; no recorder writes them down."""
-    recorder = active()
-    if recorder is None:
-        yield
-    else:
-        with recorder.quietly():
-            yield
-
-
-@contextmanager
-def span(phase: str) -> Iterator[None]:
-    """What runs inside, and until backward starts, is phase ``loss``."""
-    if phase != "loss":
-        raise ValueError(f"span: found {phase!r}; allowed: loss")
-    recorder = active()
-    if recorder is not None:
-        recorder._in_loss = True
-        recorder.arrive()
-    yield

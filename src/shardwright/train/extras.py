@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from shardwright.files.parser import FieldError, Key
+from shardwright.files.messages import FieldError, Key
 
 PACKAGES = {"tensorboard": "tensorboard", "parquet": "pyarrow"}
 """Extra → the package that it brings."""

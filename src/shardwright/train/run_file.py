@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from shardwright.files.parser import STRICT, FieldError, Version1, read_yaml
+from shardwright.files.messages import FieldError
+from shardwright.files.parser import STRICT, Version1, read_yaml
 from shardwright.train.extras import PACKAGES, check_extra
 
 Text = Annotated[str, Field(min_length=1)]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.errors import InputError
-from shardwright.files.parser import parse_bytes
+from shardwright.files.sizes import parse_bytes
 from shardwright.params.schedule import Schedule
 from shardwright.params.store import ParameterStore
 from shardwright.params.stored import StoredParameter
