@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardwright.spec.site import Linear, Site
@@ -51,16 +52,27 @@ def row(name: str, linear: str, tokens: int, k: int, n: int, after: str, k_unit:
     return Site(name, "row", tokens, k, (Linear(linear, n),), k_unit=k_unit, after=(after,), hidden=True)
 
 
-def sites(config: Any, tokens: int) -> tuple[Site, ...]:
-    """The sites for M = ``tokens``, in the order of the forward pass."""
-    h, f, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+BlockSites = Callable[[Any, int, str, str], Sequence[Site]]
+"""(config, tokens, name of a block, the site behind it) → the block's sites."""
+
+
+def gated_block(config: Any, tokens: int, block: str, following: str) -> Sequence[Site]:
+    """Attention, then a gated MLP behind it."""
+    h, f, mlp = config.hidden_size, config.intermediate_size, f"{block}.mlp"
+    return [
+        *attention_sites(config, tokens, f"{block}.self_attn", "o_proj", f"{mlp}.gate_up"),
+        column(f"{mlp}.gate_up", (f"{mlp}.gate_proj", f"{mlp}.up_proj"), tokens, h, f, f"{mlp}.down"),
+        row(f"{mlp}.down", f"{mlp}.down_proj", tokens, f, h, following),
+    ]
+
+
+def sites(config: Any, tokens: int, block_sites: BlockSites = gated_block) -> tuple[Site, ...]:
+    """The sites for M = ``tokens``, in the order of the forward pass: embedding, blocks, head."""
+    h, vocab = config.hidden_size, config.vocab_size
     blocks = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
     entries = [*(f"{block}.self_attn.qkv" for block in blocks), "lm_head"]
     found = [row("model.embed_tokens", "model.embed_tokens", tokens, vocab, h, entries[0])]
     for block, following in zip(blocks, entries[1:], strict=True):
-        mlp = f"{block}.mlp"
-        found += attention_sites(config, tokens, f"{block}.self_attn", "o_proj", f"{mlp}.gate_up")
-        found.append(column(f"{mlp}.gate_up", (f"{mlp}.gate_proj", f"{mlp}.up_proj"), tokens, h, f, f"{mlp}.down"))
-        found.append(row(f"{mlp}.down", f"{mlp}.down_proj", tokens, f, h, following))
+        found += block_sites(config, tokens, block, following)
     found.append(Site("lm_head", "column", tokens, h, (Linear("lm_head", vocab),)))
     return tuple(found)

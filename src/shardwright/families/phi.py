@@ -8,26 +8,28 @@
 | mlp.down      | row    | fc2                    | f     |
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+from shardwright.families import decoder
 from shardwright.families.decoder import attention_sites, column, row
 from shardwright.families.family import Family, refuse
-from shardwright.spec.site import Linear, Site
+from shardwright.spec.site import Site
+
+
+def _block(config: Any, tokens: int, block: str, following: str) -> Sequence[Site]:
+    """Attention and MLP read the same norm, and both lead to the next block."""
+    h, f, mlp = config.hidden_size, config.intermediate_size, f"{block}.mlp"
+    return [
+        *attention_sites(config, tokens, f"{block}.self_attn", "dense", following),
+        column(f"{mlp}.up", (f"{mlp}.fc1",), tokens, h, f, f"{mlp}.down"),
+        row(f"{mlp}.down", f"{mlp}.fc2", tokens, f, h, following),
+    ]
 
 
 def sites(config: Any, tokens: int) -> tuple[Site, ...]:
     """The sites for M = ``tokens``, in the order of the forward pass."""
-    h, f, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    blocks = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
-    entries = [*(f"{block}.self_attn.qkv" for block in blocks), "lm_head"]
-    found = [row("model.embed_tokens", "model.embed_tokens", tokens, vocab, h, entries[0])]
-    for block, following in zip(blocks, entries[1:], strict=True):
-        mlp = f"{block}.mlp"
-        found += attention_sites(config, tokens, f"{block}.self_attn", "dense", following)
-        found.append(column(f"{mlp}.up", (f"{mlp}.fc1",), tokens, h, f, f"{mlp}.down"))
-        found.append(row(f"{mlp}.down", f"{mlp}.fc2", tokens, f, h, following))
-    found.append(Site("lm_head", "column", tokens, h, (Linear("lm_head", vocab),)))
-    return tuple(found)
+    return decoder.sites(config, tokens, _block)
 
 
 def check(config: Any) -> None:

@@ -90,10 +90,7 @@ def backward(work: Backward) -> torch.Tensor | None:
             all_reduce(dx, product.reduce_dx, product.name, product.wide)
     if work.into is not None:
         work.into.finish()
-    for grad in work.present:
-        arena.end(grad)
-    if x is not None and x is not work.kept:
-        arena.end(x)
+    blocking.end_inputs(work, x)
     return dx
 
 

@@ -64,11 +64,16 @@ def backward(work: Backward) -> torch.Tensor | None:
             work.into.finish()
         else:
             work.into.all_at_once(work.grads, x)
-    for grad in work.present:
-        arena.end(grad)
-    if x is not None and x is not work.kept:
-        arena.end(x)
+    end_inputs(work, x)
     return dx
+
+
+def end_inputs(work: Backward, x: torch.Tensor | None) -> None:
+    """Gives back the memory of every dY_i, and of an X that was gathered for this backward."""
+    for grad in work.present:
+        work.product.runtime.arena.end(grad)
+    if x is not None and x is not work.kept:
+        work.product.runtime.arena.end(x)
 
 
 def cut(product: Product, rows: int) -> list[Piece]:
