@@ -30,10 +30,10 @@ test-all: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal --slow $(TEST_ARGS)
 
 fuzz: $(VENV)/installed-test
-	$(BIN)/python tests/fuzz.py --draws $(FUZZ)
+	cd tests && ../$(BIN)/python -m support.fuzz --draws $(FUZZ)
 
 fuzz-store: $(VENV)/installed-test
-	$(BIN)/python tests/fuzz_store.py --draws $(FUZZ_STORE)
+	cd tests && ../$(BIN)/python -m support.fuzz_store --draws $(FUZZ_STORE)
 
 bench-linear: $(VENV)/installed-bench
 	$(BIN)/python bench/linear.py $(BENCH_ARGS)

@@ -1,4 +1,4 @@
-"""Test modules import each other's helpers by name; the parent of all forked ranks is single-threaded."""
+"""What is selected, garbage between tests, and fixtures; the parent of all forked ranks is single-threaded."""
 
 import gc
 import re
@@ -81,8 +81,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A directory in which malformed.py's plan, cluster and run are right."""
-    from malformed import CLUSTER, CONFIG, PLAN, RUN
+    """A directory in which support/malformed.py's plan, cluster and run are right."""
+    from support.malformed import CLUSTER, CONFIG, PLAN, RUN
 
     (tmp_path / "text").mkdir()
     (tmp_path / "pretrained").mkdir()

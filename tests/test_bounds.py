@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 import shardwright as sw
-from grids import layout_of
 from shardwright.formulas.bounds import Grid, best_grid, grids, lower_bound, memory_bound, ratio
 from shardwright.formulas.volume import site_volume
 from shardwright.report.bounds import bounds_table
 from shardwright.spec.site import Linear, Site
+from support.grids import layout_of
 
 LLAMAS = {"8B": (4096, 14336), "70B": (8192, 28672), "405B": (16384, 53248)}
 VOCABULARY, KV = 128256, 1024

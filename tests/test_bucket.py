@@ -16,14 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import dense
 import shardwright as sw
-from ranks import on_ranks
 from shardwright.comm.exchange import ReduceScatterHandle
 from shardwright.runtime.packed import PackedAllGatherHandle, PackedAllReduceHandle
 from shardwright.runtime.runtime import Runtime
 from shardwright.spec.mesh import chunk
 from shardwright.trace import Alloc, Free, record
+from support import dense
+from support.ranks import on_ranks
 
 KIB, MIB = 2**10, 2**20
 SHAPES = [(64,), (7,), (3, 5), (1,), (10, 2, 3), (64,), (33,), (2, 1)]

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-import tiny
 from shardwright.certificate import certify as planner_certify
 from shardwright.certificate.certify import (
     ByAxes,
@@ -24,6 +23,7 @@ from shardwright.simulate.rank_classes import RankClass, rank_classes
 from shardwright.simulate.rehearsal import rehearse
 from shardwright.spec.plan import Plan
 from shardwright.trace import Collective, Trace
+from support import tiny
 
 SIZES = {
     "hidden_size": 32,

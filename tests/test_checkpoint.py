@@ -19,10 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import dense
 import shardwright as sw
-import tiny
-from ranks import on_ranks
 from shardwright.checkpoint.dcp import PieceLoadPlanner, PieceSavePlanner
 from shardwright.checkpoint.export import save_pretrained
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, RunState
@@ -33,6 +30,8 @@ from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
 from shardwright.spec.plan import Plan
 from shardwright.values.placement import cut_of, make_parameter
+from support import dense, tiny
+from support.ranks import on_ranks
 from test_families import path_of
 
 Values = dict[str, numpy.ndarray]

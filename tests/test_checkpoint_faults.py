@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-import tiny
-from ranks import on_ranks
 from shardwright.checkpoint import training_state as checkpoint
 from shardwright.checkpoint.manifest import MANIFEST, RunState
 from shardwright.checkpoint.tensor_file import TensorWriter
 from shardwright.checkpoint.training_state import MOMENTS, latest, load, save
 from shardwright.errors import InputError
+from support import tiny
+from support.ranks import on_ranks
 from test_checkpoint import SAVED, load_zoo, same, save_zoo, zoo
 from test_families import path_of
 

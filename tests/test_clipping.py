@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-import dense
 import shardwright as sw
-from ranks import on_ranks
 from shardwright.runtime.runtime import Runtime
 from shardwright.trace import record
 from shardwright.values.placement import make_parameter, wrap
+from support import dense
+from support.ranks import on_ranks
 
 MESHES = {
     1: {"data": 1, "tensor": 1},

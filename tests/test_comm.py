@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import dense
 import shardwright as sw
-from ranks import on_ranks
 from shardwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.runtime.arena import Arena, ArenaError
 from shardwright.runtime.runtime import Runtime
 from shardwright.trace import record
+from support import dense
+from support.ranks import on_ranks
 
 
 def every_collective(dtype, rows):

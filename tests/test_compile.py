@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import dense
-import grids
 import shardwright as sw
-from ranks import on_ranks
 from shardwright import trace
+from support import dense, grids
+from support.ranks import on_ranks
 
 
 class Block(torch.nn.Module):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
-import tiny
 from shardwright.certificate.certify import largest
 from shardwright.errors import InputError
 from shardwright.families.table import family_of
@@ -20,6 +19,7 @@ from shardwright.space.problem import Choice, plan_of
 from shardwright.space.space import MODES, Structure, structures
 from shardwright.spec.plan import Plan
 from shardwright.stretching.bucket_period import cap_of
+from support import tiny
 
 PLANS = 50
 SIZES = {

@@ -6,15 +6,14 @@ import itertools
 
 import pytest
 
-import dense
-import grids
 import shardwright as sw
-from ranks import on_ranks
 from shardwright.formulas.conversion import conversion_moves
 from shardwright.formulas.place import Move
 from shardwright.overlap.product import activation_placements
 from shardwright.reshard.conversion import Conversion
 from shardwright.spec.edge import Step, conversion
+from support import dense, grids
+from support.ranks import on_ranks
 
 AXES = {"i": 2, "j": 2, "l": 2}
 EDGES = {

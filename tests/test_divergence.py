@@ -11,16 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import dense
 import shardwright as sw
-import tiny
-from nets import LEVELS, Chain
-from ranks import drop, on_ranks
 from shardwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.comm.divergence import KEPT, Account, Issued, LastIssued, diagnosis
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
 from shardwright.runtime.runtime import Runtime
+from support import dense, tiny
+from support.nets import LEVELS, Chain
+from support.ranks import drop, on_ranks
 
 SECONDS = 1.6
 

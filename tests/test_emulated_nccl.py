@@ -12,12 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import dense
-import grids
 import shardwright as sw
 import test_faithful_store
-from nets import ALL, FEW, gradients_match
-from ranks import drop, on_ranks
 from shardwright.comm.all_to_all import columns_to_rows, rows_to_columns
 from shardwright.comm.coalesced import (
     CoalescedAllGatherHandle,
@@ -27,8 +23,11 @@ from shardwright.comm.coalesced import (
 from shardwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.comm.exchange import pass_along
 from shardwright.runtime.runtime import Runtime
+from support import dense, grids
 from support.emulated_nccl import TIMING, emulated_mesh
+from support.nets import ALL, FEW, gradients_match
 from support.operations import BrokenRule
+from support.ranks import drop, on_ranks
 
 TIMINGS = ("earliest", "latest", "random")
 

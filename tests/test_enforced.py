@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import dense
 import shardwright as sw
-import tiny
-from ranks import on_ranks
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
 from shardwright.models.fits import check_fits
 from shardwright.simulate.rehearsal import stage
 from shardwright.spec.plan import Plan
 from shardwright.step.train_step import record_steps
+from support import dense, tiny
+from support.ranks import on_ranks
 
 MESH = {"data": 2, "tensor": 1}
 

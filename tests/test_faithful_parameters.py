@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import dense
 import shardwright as sw
-import tiny
-from nets import LEVELS
-from ranks import on_ranks
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
-from untidy import WORLD, Block, mesh_of_all, message_of, sharded
+from support import dense, tiny
+from support.nets import LEVELS
+from support.ranks import on_ranks
+from support.untidy import WORLD, Block, mesh_of_all, message_of, sharded
 
 # -- parameters that are replaced, converted, copied, read from outside -----------------------------------------------
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import dense
 import shardwright as sw
-from nets import LEVELS
-from ranks import on_ranks
-from untidy import SPLIT, WORLD, Block, mesh_of_all, message_of, sharded
+from support import dense
+from support.nets import LEVELS
+from support.ranks import on_ranks
+from support.untidy import SPLIT, WORLD, Block, mesh_of_all, message_of, sharded
 
 # -- ranks that use different modules --------------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import shardwright as sw
-import tiny
 from shardwright.errors import InputError
 from shardwright.simulate import rehearsal as _rehearse
 from shardwright.simulate.fake import ShortFakeMode
+from support import tiny
 from test_families import FAMILIES
 
 CASES = {

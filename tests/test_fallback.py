@@ -9,14 +9,13 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-import ranks
 import shardwright as sw
-import tiny
-from ranks import on_ranks
-from reference import assert_same
 from shardwright.simulate.rehearsal import rehearse
-from unruled import FAMILIES, REFUSED
-from unsplit import BATCH, SEQUENCE, against_own_code, dense_of, errors_of, numbers, path_of, plan_of
+from support import ranks, tiny
+from support.ranks import on_ranks
+from support.reference import assert_same
+from support.unruled import FAMILIES, REFUSED
+from support.unsplit import BATCH, SEQUENCE, against_own_code, dense_of, errors_of, numbers, path_of, plan_of
 
 
 @pytest.fixture(scope="module", autouse=True)

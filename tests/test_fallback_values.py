@@ -7,11 +7,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-import dense
 import shardwright as sw
-import tiny
-from ranks import on_ranks
-from reference import assert_same
 from shardwright.checkpoint import training_state as checkpoint
 from shardwright.checkpoint.export import save_pretrained
 from shardwright.checkpoint.manifest import RunState
@@ -22,8 +18,11 @@ from shardwright.simulate.rehearsal import rehearse
 from shardwright.step.train_step import record_initialisation
 from shardwright.values.initial import Unfilled
 from shardwright.values.random import fold
-from unruled import FAMILIES
-from unsplit import against_own_code, built, dense_of, numbers, path_of, plan_of, rows_of
+from support import dense, tiny
+from support.ranks import on_ranks
+from support.reference import assert_same
+from support.unruled import FAMILIES
+from support.unsplit import against_own_code, built, dense_of, numbers, path_of, plan_of, rows_of
 
 # Dropout, recomputation
 

@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import dense
 import shardwright as sw
-import tiny
-from ranks import on_ranks
-from reference import against_hugging_face, assert_same, both
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
 from shardwright.simulate.rehearsal import rehearse, stage
 from shardwright.step.train_step import record_evaluation, record_initialisation
 from shardwright.values.initial import Unfilled
+from support import dense, tiny
+from support.ranks import on_ranks
+from support.reference import against_hugging_face, assert_same, both
 
 COMMON = {
     "hidden_size": 96,

@@ -15,7 +15,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from malformed import CONFIG, RUN, TEXT
 from shardwright.errors import InputError
 from shardwright.files.plain_yaml import write_yaml
 from shardwright.files.sizes import format_bytes, parse_bytes
@@ -25,6 +24,7 @@ from shardwright.spec.plan import DTYPES, Plan
 from shardwright.spec.predicted import Predicted
 from shardwright.spec.site import Linear, Site
 from shardwright.train.run_file import Run
+from support.malformed import CONFIG, RUN, TEXT
 from test_malformed import fault
 
 

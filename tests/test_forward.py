@@ -14,14 +14,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwright as sw
-import tiny
-from ranks import on_ranks
 from shardwright.families.table import has_rule
 from shardwright.layers import attention
 from shardwright.models.config import load_config
 from shardwright.models.forward import OFF, UNDERSTOOD, BeginForward, CausalLoss
 from shardwright.reshard.carrier import TokenShape
 from shardwright.simulate.rehearsal import rehearse
+from support import tiny
+from support.ranks import on_ranks
 from test_families import FAMILIES
 
 

@@ -9,14 +9,13 @@ import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import faithful
-import fuzz_store
-from fuzz_store import Pool, fuzz
-from ill_behaved import LEVELS, Program, draw
-from ill_behaved_net import SIDES, Net, Shape
-from ill_behaved_run import Run
-from ranks import on_ranks
 from shardwright.params.stored import StoredParameter
+from support import faithful, fuzz_store
+from support.fuzz_store import Pool, fuzz
+from support.ill_behaved import LEVELS, Program, draw
+from support.ill_behaved_net import SIDES, Net, Shape
+from support.ill_behaved_run import Run
+from support.ranks import on_ranks
 
 DRAWS = 300
 

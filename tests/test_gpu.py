@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import shardwright as sw
-import tiny
-from ranks import on_ranks
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
 from shardwright.runtime.arena import Arena
+from support import tiny
+from support.ranks import on_ranks
 
 
 def on_device(device: str, layout: str, steps: int) -> list[float]:

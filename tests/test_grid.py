@@ -11,16 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-import counting
-import dense
-import grids
 import shardwright as sw
-from grids import EVEN, GRIDS, UNEVEN, named, world
-from ranks import drop, on_ranks
 from shardwright.formulas.volume import site_volume
 from shardwright.overlap.product import check_supported
 from shardwright.spec.site import Linear, Site
 from shardwright.values.initial import Unfilled
+from support import counting, dense, grids
+from support.grids import EVEN, GRIDS, UNEVEN, named, world
+from support.ranks import drop, on_ranks
 
 CUBE = {"i": 3, "j": 3, "l": 3}
 TINY = (27, 54, 27)

@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import dense
 import shardwright as sw
-from ranks import on_ranks
 from shardwright.simulate.rehearsal import stage
 from shardwright.spec.mesh import chunk
+from support import dense
+from support.ranks import on_ranks
 
 SIZES = (1, 2, 3, 4)
 T, K, N = 24, 36, 48  # divisible by every axis size

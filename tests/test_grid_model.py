@@ -8,9 +8,6 @@ import itertools
 import pytest
 
 import shardwright as sw
-import tiny
-from ranks import on_ranks
-from reference import against_hugging_face, assert_same
 from shardwright.families.table import family_of
 from shardwright.formulas.conversion import attention_moves
 from shardwright.formulas.place import Move
@@ -18,6 +15,9 @@ from shardwright.models.config import load_config
 from shardwright.simulate.rehearsal import rehearse
 from shardwright.spec.mesh import coordinates
 from shardwright.spec.site import exchanged_axes
+from support import tiny
+from support.ranks import on_ranks
+from support.reference import against_hugging_face, assert_same
 
 CUBE = {"i": 2, "j": 2, "l": 2}
 GRIDS = [

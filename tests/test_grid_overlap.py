@@ -8,12 +8,10 @@ import json
 
 import pytest
 
-import draws
-import fuzz
-import grids
-from grids import EVEN, GRIDS, UNEVEN, named, world
-from ranks import on_ranks
 from shardwright.trace import Collective, Op, Wait
+from support import draws, fuzz, grids
+from support.grids import EVEN, GRIDS, UNEVEN, named, world
+from support.ranks import on_ranks
 
 
 @pytest.mark.parametrize("overlap", ["async", "ring"])

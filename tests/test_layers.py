@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-import dense
 import shardwright as sw
-from ranks import on_ranks
 from shardwright.layers.embedding import VocabParallelEmbedding
 from shardwright.layers.loss import VocabParallelLoss
 from shardwright.layers.norm import GridLayerNorm, GridRMSNorm
@@ -20,6 +18,8 @@ from shardwright.reshard.carrier import tokens_of
 from shardwright.runtime.runtime import Runtime
 from shardwright.spec.mesh import chunk
 from shardwright.values.placement import cut, make_parameter
+from support import dense
+from support.ranks import on_ranks
 
 T, H, V = 24, 10, 48
 

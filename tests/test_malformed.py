@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from malformed import CLUSTER, CLUSTERS, COUNT, PLAN, PLANS, RUN, RUNS, Case
 from shardwright.errors import InputError
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan
 from shardwright.train.run_file import Run
+from support.malformed import CLUSTER, CLUSTERS, COUNT, PLAN, PLANS, RUN, RUNS, Case
 from test_cli import refused
 
 

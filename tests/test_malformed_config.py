@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import tiny
 from shardwright.errors import InputError
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
+from support import tiny
 from test_cli import refused
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 64}

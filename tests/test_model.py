@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import shardwright as sw
-import tiny
-from ranks import on_ranks
-from reference import against_hugging_face, assert_same
 from shardwright.simulate.rehearsal import rehearse
 from shardwright.step.train_step import record_steps
+from support import tiny
+from support.ranks import on_ranks
+from support.reference import against_hugging_face, assert_same
 
 MESHES = [
     ({"data": 1, "tensor": 1}, "sequence-parallel"),

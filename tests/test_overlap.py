@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import dense
 import shardwright as sw
-from ranks import on_ranks
 from shardwright.trace import Collective, Op, Wait
+from support import dense
+from support.ranks import on_ranks
 
 T, K, N = 48, 32, 64
 MODES = ("blocking", "async", "ring")

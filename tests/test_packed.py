@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import on_ranks
 from shardwright.comm.coalesced import CoalescedAllGatherHandle
 from shardwright.runtime.packed import PackedAllGatherHandle, PackedAllReduceHandle
 from shardwright.runtime.runtime import Runtime
 from shardwright.trace import record
+from support.ranks import on_ranks
 from test_bucket import SHAPES, gradient_of, line, mine, most_alive, summed
 
 

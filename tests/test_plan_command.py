@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
-import tiny
-from planned import SIZES, cluster, quick  # noqa: F401 (a fixture)
 from shardwright.errors import DoesNotFit
 from shardwright.search.plan import request
 from shardwright.search.search import search
 from shardwright.spec.plan import Plan
+from support import tiny
+from support.planned import SIZES, cluster, quick  # noqa: F401 (a fixture)
 from test_cli import refused, run
 
 ASK = ("--batch", "1", "--sequence", "32", "--dtype", "fp32", "--master-dtype", "fp32", "--backend", "gloo")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import shardwright as sw
-import tiny
-from planned import Here, cluster
 from shardwright.spec.plan import Plan
+from support import tiny
+from support.planned import Here, cluster
 from test_cli import refused, run
 
 OPT = {

@@ -12,16 +12,15 @@ import numpy
 import pytest
 import torch
 
-import dense
 import shardwright as sw
-import tiny
-from ranks import on_ranks
 from shardwright.checkpoint.export import save_pretrained
 from shardwright.checkpoint.pretrained import from_safetensors
 from shardwright.errors import InputError
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
 from shardwright.spec.plan import Plan
+from support import dense, tiny
+from support.ranks import on_ranks
 from test_checkpoint import ODD, SAVED, Values, same, wholes
 from test_families import path_of
 

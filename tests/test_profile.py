@@ -13,13 +13,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import dense
-from ranks import on_ranks
 from shardwright.profile import collectives, products, profile
 from shardwright.profile.fits import NO_LIMIT, fit
 from shardwright.profile.profile import Effort
 from shardwright.profile.stopwatch import Stopwatch
 from shardwright.spec.cluster import Cluster, Link, Measured
+from support import dense
+from support.ranks import on_ranks
 from test_cli import refused
 
 TINY = Effort(messages=(2**10, 2**14, 2**18), sizes=(16, 64), limit=64**3, beside=64, repetitions=1, least=1e-3)

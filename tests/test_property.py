@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-import draws
-import fuzz
+from support import draws, fuzz
 
 DRAWS = [draws.make(0, number) for number in range(500)]
 

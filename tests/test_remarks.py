@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import shardwright as sw
-import tiny
 from shardwright.families.table import family_of
 from shardwright.models.config import load_config
 from shardwright.models.remarks import not_applied, warnings_of
 from shardwright.spec.plan import Plan
 from shardwright.spec.presets import presets
+from support import tiny
 from test_cli import run
 
 TENSOR, GRID = {"data": 1, "tensor": 2}, {"i": 1, "j": 2, "l": 2}

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-import dense
 import shardwright as sw
-from nets import LEVELS
-from ranks import on_ranks
+from support import dense
+from support.nets import LEVELS
+from support.ranks import on_ranks
 
 
 class Fails(torch.autograd.Function):

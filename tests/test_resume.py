@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-import tiny
 from shardwright.checkpoint.tensor_file import TensorWriter
 from shardwright.train.data import standard_library_text
 from shardwright.train.loop import METRICS
 from shardwright.train.metrics import MetricsWriter, forget_metrics_after, read_metrics
 from shardwright.train.sources import documents
+from support import tiny
 from test_pretrained import hugging_face
 from test_train import VOCAB, prepare, trained
 

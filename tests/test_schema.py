@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from malformed import CLUSTER, CLUSTERS, PLAN, PLANS, RUN, RUNS
 from shardwright.files.plain_yaml import parse
 from shardwright.report.schema import FILES, UNITS, file_fields, is_number, json_schema, markdown, unit
 from shardwright.spec.layout import CHOICES, OPERAND_WORDS
 from shardwright.spec.presets import presets
+from support.malformed import CLUSTER, CLUSTERS, PLAN, PLANS, RUN, RUNS
 from test_cli import modules_after, refused, run
 
 PAGE = Path(__file__).parent.parent / "docs" / "files.md"

@@ -8,8 +8,6 @@ import re
 import pytest
 
 import shardwright as sw
-import tiny
-from planned import SIZES, Here, cluster, problem, quick, searched  # noqa: F401 (a fixture)
 from shardwright.errors import DoesNotFit, InputError
 from shardwright.search.candidate import Candidate, priced_in
 from shardwright.search.explore import FIRST, candidates_of
@@ -18,6 +16,8 @@ from shardwright.search.search import search
 from shardwright.solving.solve import fastest, peak_of, seconds_of
 from shardwright.space.space import MODES, structures
 from shardwright.spec.mesh import ranks_along
+from support import tiny
+from support.planned import SIZES, Here, cluster, problem, quick, searched  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -7,11 +7,11 @@ import functools
 import pytest
 
 import shardwright as sw
-import tiny
-from ranks import on_ranks
-from reference import assert_same
 from shardwright.simulate.rehearsal import rehearse
 from shardwright.step.train_step import record_steps
+from support import tiny
+from support.ranks import on_ranks
+from support.reference import assert_same
 
 LEVELS = {
     "replicate": "replicate",

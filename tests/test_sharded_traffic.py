@@ -13,9 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import dense
 import shardwright as sw
-from nets import (
+from shardwright.params import parameter_group
+from shardwright.params.schedule import InFlightError
+from shardwright.simulate.rehearsal import stage
+from shardwright.trace import Alloc, Op
+from shardwright.trace.events import POINTS
+from support import dense
+from support.nets import (
     CASES,
     LEVELS,
     UNIT,
@@ -30,13 +35,8 @@ from nets import (
     record_steps,
     recorded,
 )
-from ranks import on_ranks
-from reference import assert_same
-from shardwright.params import parameter_group
-from shardwright.params.schedule import InFlightError
-from shardwright.simulate.rehearsal import stage
-from shardwright.trace import Alloc, Op
-from shardwright.trace.events import POINTS
+from support.ranks import on_ranks
+from support.reference import assert_same
 
 
 @pytest.mark.parametrize("world", [2, 4])

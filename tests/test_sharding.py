@@ -13,9 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-import dense
 import shardwright as sw
-from nets import (
+from shardwright.params.schedule import InFlightError
+from shardwright.spec.mesh import chunk
+from shardwright.trace import Alloc
+from shardwright.values.placement import cut
+from support import dense
+from support.nets import (
     ALL,
     CASES,
     FEW,
@@ -31,11 +35,7 @@ from nets import (
     mesh_and_levels,
     worst,
 )
-from ranks import on_ranks
-from shardwright.params.schedule import InFlightError
-from shardwright.spec.mesh import chunk
-from shardwright.trace import Alloc
-from shardwright.values.placement import cut
+from support.ranks import on_ranks
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import dense
 import shardwright as sw
-import tiny
-from ranks import on_ranks
-from reference import against_hugging_face, assert_same, both
 from shardwright.runtime.runtime import Runtime
 from shardwright.simulate.rehearsal import rehearse
 from shardwright.spec.site import Linear
 from shardwright.step.clipping import grad_norm
+from support import dense, tiny
+from support.ranks import on_ranks
+from support.reference import against_hugging_face, assert_same, both
 from test_checkpoint import load_and_train, same, train_and_save
 from test_families import path_of
 

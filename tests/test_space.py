@@ -8,8 +8,6 @@ import math
 import pytest
 
 import shardwright as sw
-import tiny
-from planned import BLOCKS, SIZES, Here, cluster, problem
 from shardwright.pricing.formula_bounds import FormulaBound
 from shardwright.pricing.rehearsed_bounds import PartBound, RehearsedBound, joined, rehearsed_bounds_of
 from shardwright.search.candidate import Candidate, priced_in
@@ -18,6 +16,8 @@ from shardwright.search.neighbours import improved
 from shardwright.simulate.timeline import timeline
 from shardwright.space.space import CHUNKED, GRIDS, MODES, Mode, Structure
 from shardwright.trace import Op
+from support import tiny
+from support.planned import BLOCKS, SIZES, Here, cluster, problem
 from test_families import FAMILIES
 
 PLAIN = Structure(1, 1, 2, 2, "split", "replicate", False, 1)

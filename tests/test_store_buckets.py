@@ -9,19 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import dense
-import nets
 import shardwright as sw
-import tiny
-from nets import CASES, FEW, LEVELS, counts, gradients_match, record_steps
-from ranks import on_ranks
-from reference import assert_same
 from shardwright.comm import exchange
 from shardwright.models.config import load_config
 from shardwright.params.stored import StoredParameter
 from shardwright.simulate.rehearsal import rehearse
 from shardwright.stretching.bucket_period import cap_of
 from shardwright.trace import Free, Op
+from support import dense, nets, tiny
+from support.nets import CASES, FEW, LEVELS, counts, gradients_match, record_steps
+from support.ranks import on_ranks
+from support.reference import assert_same
 
 CAP = 2**13
 BUCKETED = {f"{name}, bucket": words | {"bucket": CAP} for name, words in LEVELS.items()}

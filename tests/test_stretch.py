@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import shardwright.stretching.runs
-import tiny
 from shardwright.errors import InputError
 from shardwright.families.table import family_of
 from shardwright.models.config import load_config
@@ -24,6 +23,7 @@ from shardwright.stretching.runs import runs
 from shardwright.stretching.segments import NotPeriodic
 from shardwright.stretching.stretch import rehearse_stretched
 from shardwright.trace import Collective, Op, Trace, Wait
+from support import tiny
 from test_families import FAMILIES
 
 SHARDED = {"*": {"level": "parameters"}}

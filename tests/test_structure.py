@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-import dense
 import shardwright as sw
-import tiny
-from ranks import on_ranks
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
+from support import dense, tiny
+from support.ranks import on_ranks
 from test_values import WITHOUT_RULES
 
 ONE, TWO = {"data": 1, "tensor": 1}, {"data": 1, "tensor": 2}

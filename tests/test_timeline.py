@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwright as sw
-import tiny
 from shardwright.simulate.machine import Machine
 from shardwright.simulate.timeline import COMPUTE, Span, timeline
 from shardwright.spec.cluster import Cluster, Device, Link, Links, Measured
 from shardwright.trace import Collective, Op, Wait
+from support import tiny
 
 MESH = {"x": 2, "y": 2, "t": 3}
 

@@ -18,7 +18,6 @@ import pytest
 from pyarrow import parquet
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import tiny
 from shardwright.comm.launched import REFUSAL_SECONDS
 from shardwright.files.plain_yaml import write_yaml
 from shardwright.spec.plan import Plan
@@ -28,6 +27,7 @@ from shardwright.train.loop import EVENTS, METRICS, train
 from shardwright.train.metrics import read_metrics
 from shardwright.train.preparation import EVALUATION_TOKENS, TOKENS
 from shardwright.train.sources import documents
+from support import tiny
 from test_checkpoint_faults import forked
 from test_cli import cluster_file, refused
 from test_cli import run as command_here

@@ -31,17 +31,15 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import dense
-import grids
 import shardwright as sw
-import tiny
-from nets import Chain, most, recorded
-from ranks import on_ranks
-from reference import assert_same, both
 from shardwright.layers.loss import VocabParallelLoss
 from shardwright.reshard.carrier import tokens_of
 from shardwright.simulate.rehearsal import stage
 from shardwright.values.initial import Unfilled, from_seed
+from support import dense, grids, tiny
+from support.nets import Chain, most, recorded
+from support.ranks import on_ranks
+from support.reference import assert_same, both
 
 COLUMN = sw.GridLayout(n="tensor", x="sharded", save_x="shard")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import shardwright as sw
-import tiny
-from ranks import on_ranks
 from shardwright.layers.classes import check_classes
 from shardwright.trace import Op
+from support import tiny
+from support.ranks import on_ranks
 
 V = tiny.FIELDS["vocab_size"]
 WITHOUT_RULES = {**tiny.FIELDS, "model_type": "starcoder2", "architectures": ["Starcoder2ForCausalLM"]}

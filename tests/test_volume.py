@@ -12,16 +12,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import dense
-import draws
-import fuzz
-import grids
 import shardwright as sw
-from counting import counted
-from ranks import on_ranks
 from shardwright.formulas.volume import Volume, site_volume
 from shardwright.spec.layout import CHOICES
 from shardwright.spec.site import Linear, Site
+from support import dense, draws, fuzz, grids
+from support.counting import counted
+from support.ranks import on_ranks
 from test_grid_linear import LAYOUTS, with_data
 
 

@@ -1,1 +1,1 @@
-"""What stands in for something that this machine has not."""
+"""What tests share: models and plans, ranks, references, drawn programs, and stand-ins for absent hardware."""

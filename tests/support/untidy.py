@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import dense
 import shardwright as sw
-from nets import LEVELS
+from support import dense
+from support.nets import LEVELS
 
 WORLD = 2
 SPLIT = [name for name in LEVELS if name != "replicate"]

@@ -1,7 +1,7 @@
 """Random products on real ranks against dense float64. ``make fuzz`` runs many; a draw that fails is printed as JSON.
 
-python tests/fuzz.py --draws 10000 --seed 1
-python tests/fuzz.py --replay '{"form": "column", ...}'
+cd tests && python -m support.fuzz --draws 10000 --seed 1
+cd tests && python -m support.fuzz --replay '{"form": "column", ...}'
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-import dense
-import ranks
 import shardwright as sw
-from draws import DTYPES, Draw, make
-from ranks import on_ranks
 from shardwright.reshard.conversion import Conversion
 from shardwright.spec.edge import conversion, left_by
+from support import dense, ranks
+from support.draws import DTYPES, Draw, make
+from support.ranks import on_ranks
 
 TOLERANCES = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 0.02}
 """Of the largest entry of the same result computed with absolute values, which no cancellation makes small (relative
@@ -249,7 +248,7 @@ def check(draws: Sequence[Draw]) -> list[dict[str, float]]:
 
 def replay(draw: Draw) -> str:
     """The command that runs a draw alone."""
-    return f"python tests/fuzz.py --replay '{draw.to_json()}'"
+    return f"cd tests && python -m support.fuzz --replay '{draw.to_json()}'"
 
 
 @dataclass(frozen=True)

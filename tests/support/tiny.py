@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-import dense
 import shardwright as sw
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
 from shardwright.spec.plan import Plan
 from shardwright.step.train_step import record_steps
+from support import dense
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 import transformers
 
-import dense
 import shardwright as sw
-import tiny
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
 from shardwright.step.train_step import record_steps
 from shardwright.values.placement import cut
-from unruled import FAMILIES
+from support import dense, tiny
+from support.unruled import FAMILIES
 
 BATCH, SEQUENCE = 4, 11
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import dense
 import shardwright as sw
-from ill_behaved import Program, Step
-from ill_behaved_run import Different, Run
 from shardwright.values.placement import cut
+from support import dense
+from support.ill_behaved import Program, Step
+from support.ill_behaved_run import Different, Run
 
 TOLERANCE = 1e-10
 Seen = tuple[str, str, torch.Tensor | None]

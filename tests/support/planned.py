@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import tiny
 from shardwright.pricing import compose, price
 from shardwright.pricing import rehearsed_bounds as rehearsed_bound
 from shardwright.search import explore, search
@@ -24,6 +23,7 @@ from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan
 from shardwright.stretching.runs import rehearse_few
 from shardwright.trace import Trace
+from support import tiny
 
 BLOCKS = 3
 SIZES = {

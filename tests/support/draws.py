@@ -141,7 +141,7 @@ def _any(rng: random.Random) -> Draw:
         form=form,
         tensor=tensor,
         data=data,
-        overlap=rng.choice(CHOICES["overlap"]),
+        overlap=rng.choice(tuple(CHOICES["overlap"])),
         save_x=rng.choice(("shard", "gathered")),
         chunks=rng.choice((0, 0, 1, 2, 3)),
         reduce_dtype=rng.choice(CHOICES["reduce_dtype"]),

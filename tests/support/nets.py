@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import dense
 import shardwright as sw
 from shardwright.params.schedule import Schedule
 from shardwright.step.train_step import FusedAdamW
 from shardwright.trace import Alloc, Free, span
 from shardwright.values.placement import cut
+from support import dense
 
 LEVELS = {
     "replicate": {"level": "replicate"},

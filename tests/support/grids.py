@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-import dense
-import fuzz
 import shardwright as sw
 from shardwright.spec.presets import preset
 from shardwright.spec.site import Site
+from support import dense, fuzz
 
 KINDS = ("column", "row")
 DESIGNS = ("grid-scatter", "grid-reduce")

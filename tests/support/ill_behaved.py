@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from ill_behaved_net import SIDES, Shape
+from support.ill_behaved_net import SIDES, Shape
 
 LEVELS = ("replicate", "optimizer", "gradients", "parameters", "kept")
 Step = dict[str, Any]

@@ -8,13 +8,12 @@ import functools
 import torch
 from transformers import AttentionInterface
 
-import dense
 import shardwright as sw
-import tiny
 from shardwright.comm.collectives import all_reduce
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
 from shardwright.values.placement import cut
+from support import dense, tiny
 
 
 def dense_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None, **_):

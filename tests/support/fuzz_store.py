@@ -1,7 +1,7 @@
 """Random ill-behaved programs over ``sw.shard`` against plain modules. ``make fuzz-store`` runs many.
 
-python tests/fuzz_store.py --draws 1000 --seed 0
-python tests/fuzz_store.py --replay '{"seed": 3, ...}'
+cd tests && python -m support.fuzz_store --draws 1000 --seed 0
+cd tests && python -m support.fuzz_store --replay '{"seed": 3, ...}'
 
 A program trains and sees what the reference sees, or ends in one clear error of ours on a rank. Anything else is a
 failure, printed with the fewest steps that still fail: a difference without a word, an error that is not ours or is
@@ -24,12 +24,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import faithful
-import ranks
 import shardwright
-from ill_behaved import Program, draw
-from ill_behaved_net import Shape
-from ill_behaved_run import Different
+from support import faithful, ranks
+from support.ill_behaved import Program, draw
+from support.ill_behaved_net import Shape
+from support.ill_behaved_run import Different
 
 TIMEOUT, GRACE, PATIENCE = 5.0, 1.0, 20.0
 """Seconds: of a collective; for a clear error of another rank once one has failed; for any answer at all."""

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from ill_behaved import Program, Step
-from ill_behaved_net import WIDTH, Net, Planned
+from support.ill_behaved import Program, Step
+from support.ill_behaved_net import WIDTH, Net, Planned
 
 
 class Different(AssertionError):
