@@ -23,6 +23,7 @@ _HOMES = {
     "plan": "shardwright.search.plan",
     "rehearse": "shardwright.simulate.rehearsal",
     "shard": "shardwright.unsharding.shard",
+    "MixedPrecision": "shardwright.unsharding.mixed_precision",
     "no_sync": "shardwright.unsharding.shard",
     "discard_accumulated": "shardwright.unsharding.shard",
     "DivergenceError": "shardwright.comm.divergence",

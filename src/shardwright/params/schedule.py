@@ -8,6 +8,7 @@ alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,12 @@ class Schedule:
         param_group = ParameterGroup(name, sharding)
         self.param_groups.append(param_group)
         return param_group
+
+    def join(self, inner: Schedule, prefix: str) -> None:
+        """The parameter groups of ``inner`` are this schedule's from now on; ``prefix`` comes before their names."""
+        for param_group in inner.param_groups:
+            param_group.name = f"{prefix}.{param_group.name}".rstrip(".")
+            self.param_groups.append(param_group)
 
     @property
     def agreement(self) -> Agreement | None:
@@ -203,10 +210,10 @@ class Schedule:
             if param_group.gathered and not param_group.sharding.resident
         ]
 
-    def release_idle(self) -> None:
-        """What no forward and no backward is at work with is released."""
+    def release_idle(self, among: Sequence[ParameterGroup] | None = None) -> None:
+        """What no forward and no backward is at work with is released; by default of all parameter groups."""
         for param_group in self._alive():
-            if param_group.idle:
+            if param_group.idle and (among is None or param_group in among):
                 param_group.release()
 
     def _room(self, param_group: ParameterGroup) -> bool:

@@ -61,6 +61,13 @@ class ParameterStore:
             self._param_groups[name] = self.schedule.new_param_group(name, self._sharding_of(name))
         return self._param_groups[name]
 
+    def join(self, inner: ParameterStore, prefix: str) -> None:
+        """What ``inner`` stores, of the submodule ``prefix``, is this store's from now on."""
+        self._places += [(module, key, stored, f"{prefix}.{name}") for module, key, stored, name in inner._places]
+        self.schedule.join(inner.schedule, prefix)
+        for stored in dict.fromkeys(stored for _, _, stored, _ in inner._places):
+            stored.schedule, stored.name = self.schedule, f"{prefix}.{stored.name}"
+
     def let_ranks_agree(self, gathers: bool = True) -> None:
         """From now on ranks tell each other what they are about to communicate; every rank calls this.
 

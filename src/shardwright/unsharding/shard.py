@@ -6,8 +6,9 @@ unshard_hooks.py tells what happens around each forward; this file says which mo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn, cast
 
@@ -22,9 +23,10 @@ from shardwright.params.schedule import Schedule
 from shardwright.params.store import ParameterStore
 from shardwright.params.stored import StoredParameter
 from shardwright.spec.sharding import LEVELS, Sharding
-from shardwright.unsharding.retired import retire
-from shardwright.unsharding.saved_weights import SavedWeights
-from shardwright.unsharding.unshard_hooks import Place, UnshardHooks, refuse_compile, refuse_copy
+from shardwright.unsharding.mixed_precision import MixedPrecision
+from shardwright.unsharding.retired import RetiredParameter, retire
+from shardwright.unsharding.root import Root
+from shardwright.unsharding.unshard_hooks import Place, UnshardHooks
 from shardwright.values.initial import Source, from_values
 
 REDUCE = ("sum", "mean")
@@ -32,6 +34,21 @@ REDUCE = ("sum", "mean")
 
 UNUSED = ("error", "zeros")
 """What a parameter is to a rank that does not use it while others do."""
+
+ROOT = "_shard_root"
+"""The key under which a module that ``shard`` was called on holds what happens around its forward."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of ``shard`` states for all of its parameter groups. ignored: ids of parameters left alone."""
+
+    in_flight: int = 2
+    groups: Sequence[str] | None = None
+    source: Source = from_values
+    unused_are_zeros: bool = False
+    checks: bool = True
+    ignored: frozenset[int] = frozenset()
 
 
 def shard(
@@ -48,6 +65,8 @@ def shard(
     reduce: str = "sum",
     unused: str = "error",
     checks: bool = True,
+    ignored_parameters: Collection[str | nn.Parameter] = (),
+    mixed_precision: MixedPrecision | None = None,
     source: Source = from_values,
 ) -> nn.Module:
     """Stores the parameters of ``module`` over the axes of ``mesh_axes``, in place; returns it.
@@ -68,14 +87,26 @@ def shard(
     trusts that all ranks run alike. source: where shards get their values, by default from the module (equal on every
     rank).
 
+    ignored_parameters: names, or the parameters themselves, that stay as they are: plain, not reduced, not counted.
+    mixed_precision: dtype and reduce_dtype in one object.
+
+    Bottom-up: call it on blocks, then on the module around them. What an inner call has sharded stays as that call
+    says (level, axes, keep, element types, bucket, groups); from the outer call on all is one store with one schedule,
+    whose in_flight is the outer call's. The groups of inner calls are released when the whole forward is over. Calls
+    that disagree on the mesh, reduce, unused or checks are refused.
+
     Parameters become DTensors, and so do their gradients, which are complete when backward returns. They are sums over
     ranks unless told: then a loss is to be divided by what it is a mean over, on all ranks together.
     Make the optimizer afterwards. Linears that lie on a grid already are stored over the axes beside the grid's.
 
     Hooks on parameters are called with the reduced gradient. A weight that is read outside of its module's call gets no
     gradient: backward refuses it. Raises InputError where an axis or a level is unknown, or parameter groups match
-    nothing.
+    nothing, where a module is sharded twice, and where an ignored parameter is none of the module's.
     """
+    if mixed_precision is not None:
+        if dtype is not None or reduce_dtype is not None:
+            raise InputError("mixed_precision: found beside dtype or reduce_dtype; allowed: one of the two ways")
+        dtype, reduce_dtype = mixed_precision.dtype, mixed_precision.reduce_dtype
     for name, word, allowed in (("reduce", reduce, REDUCE), ("unused", unused, UNUSED)):
         if word not in allowed:
             raise InputError(f"{name}: found {word!r}; allowed: {', '.join(allowed)}")
@@ -83,12 +114,9 @@ def shard(
         raise InputError("checks: found False beside unused='zeros'; allowed: True, since ranks must agree then")
     sharding = _sharding(mesh_axes, level, keep, dtype, reduce_dtype, parse_bytes(bucket, "bucket"))
     axes = mesh_axes.mesh_dim_names or ()
-    zeros = unused == "zeros"
-    lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, in_flight, groups, source, zeros, checks)
-    if reduce == "mean":
-        for stored in _schedule(module).reductions.members:
-            stored.divisor = mesh_axes.size()
-    return module
+    call = Call(in_flight, groups, source, unused == "zeros", checks, _ignored(module, ignored_parameters))
+    divisor = mesh_axes.size() if reduce == "mean" else 1
+    return lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, call, divisor)
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
@@ -119,33 +147,66 @@ def lend(
     mesh: DeviceMesh,
     axes: tuple[str, ...],
     sharding_of: Callable[[str], Sharding],
-    in_flight: int = 2,
-    groups: Sequence[str] | None = None,
-    source: Source = from_values,
-    unused_are_zeros: bool = False,
-    checks: bool = True,
+    call: Call,
+    divisor: int = 1,
 ) -> nn.Module:
     """As ``shard``, each parameter group as ``sharding_of`` its name says. axes: those of ``mesh`` over which data are
-    split.
+    split. divisor: of sums of gradients over ranks.
     """
-    names = _param_group_names(module, groups)
-    store = ParameterStore(mesh, sharding_of, _param_group_finder(names), in_flight, unused_are_zeros)
-    places = _place_all(module, store, axes, source, names)
-    if checks:
+    inner_roots = _inner_roots(module)
+    names = _param_group_names(module, call.groups)
+    store = ParameterStore(mesh, sharding_of, _param_group_finder(names), call.in_flight, call.unused_are_zeros)
+    modules = {name: inner for name, inner in module.named_modules() if not _is_inside(name, inner_roots)}
+    places = _place_all(modules, store, axes, call, names)
+    for stored in store.schedule.reductions.members:
+        stored.divisor = divisor
+    root = Root(module, store, call.checks, divisor)
+    for name, inner_root in inner_roots.items():
+        root.join(inner_root, name)
+        cast(Any, module.get_submodule(name)).parameter_store = store
+    if call.checks:
         store.let_ranks_agree()
-    root = _Root(module, store)
     module.register_forward_pre_hook(root.begin)  # before the hooks of its group
-    saved = SavedWeights()
-    for name, inner in module.named_modules():
+    for name, inner in modules.items():
         param_group = _innermost(names, name)
         below = [place for place in places if _holds(name, place.holder) and place.param_group == param_group]
         if below:
-            UnshardHooks(inner, store.schedule, saved, below)
+            root.hooks.append(UnshardHooks(inner, store.schedule, root.saved, below))
     module.register_forward_hook(root.end, always_call=True)  # after them
     cast(Any, module).parameter_store = store
+    module.__dict__[ROOT] = root
     if hasattr(module, "save_pretrained"):
         module.__dict__["save_pretrained"] = _refuse_to_save
     return module
+
+
+def _inner_roots(module: nn.Module) -> dict[str, Root]:
+    """The outermost submodules that earlier calls were made on. Raises InputError where one was made on ``module``."""
+    if ROOT in module.__dict__:
+        raise InputError(
+            f"module: found a {type(module).__name__} that is sharded already; allowed: one call for each "
+            "module, inner modules first"
+        )
+    found: dict[str, Root] = {}
+    for name, inner in module.named_modules():
+        if ROOT in inner.__dict__ and not _is_inside(name, found):
+            found[name] = inner.__dict__[ROOT]
+    return found
+
+
+def _is_inside(name: str, outer: Collection[str]) -> bool:
+    return any(_holds(each, name) for each in outer)
+
+
+def _ignored(module: nn.Module, chosen: Collection[str | nn.Parameter]) -> frozenset[int]:
+    """The ids of parameters that stay as they are. Raises InputError for one that is none of ``module``'s."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    ids = {id(parameter) for parameter in named.values()}
+    for each in chosen:
+        if each not in named if isinstance(each, str) else id(each) not in ids:
+            found = repr(each) if isinstance(each, str) else f"a parameter of shape {tuple(each.shape)}"
+            raise InputError(f"ignored_parameters: found {found}; allowed: parameters of the module, or their names")
+    return frozenset(id(named[each]) if isinstance(each, str) else id(each) for each in chosen)
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
@@ -168,52 +229,6 @@ def _param_group_finder(names: Sequence[str]) -> Callable[[str], str]:
         return holder if param_group is None else param_group
 
     return unit_of
-
-
-class _Root:
-    """Around the forward of the whole module: parameters are still those that are stored, and W is as they are.
-
-    The group that was used last stays gathered, since backward begins with it. But where the forward of another store
-    follows, this one is a part of something larger, as blocks are that are sharded one by one: it releases all then,
-    and from now on.
-    """
-
-    def __init__(self, module: nn.Module, store: ParameterStore):
-        self.name, self.store, self.is_part = type(module).__name__, store, False
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        refuse_copy()
-
-    def begin(self, *_: Any) -> None:
-        schedule = self.store.schedule
-        schedule.inside += 1
-        refuse_compile(self.name)
-        if schedule.inside == 1:
-            self.store.check_places()
-            before = self.store.runtime.left_gathered
-            other: _Root | None = None if before is None else before()
-            follows = other is not None and other is not self and other.store.schedule.awaits_backward
-            self.is_part = schedule.begin_forward(self.is_part or follows)
-            if self.is_part and other is not None:
-                other.is_part = True
-                other.release()
-            self.store.runtime.left_gathered = None
-
-    def end(self, *_: Any) -> None:
-        schedule = self.store.schedule
-        schedule.inside = max(0, schedule.inside - 1)  # what is refused before it begins ends all the same
-        if not torch.is_grad_enabled():
-            schedule.rest()
-            return
-        if torch._C._current_graph_task_id() != -1 or schedule.inside:
-            return  # a replay, or a forward inside another
-        self.store.runtime.left_gathered = weakref.ref(self)
-        if self.is_part:
-            self.release()
-
-    def release(self) -> None:
-        """Nothing stays gathered that no backward is at work with."""
-        self.store.schedule.release_idle()
 
 
 def _sharding(
@@ -283,26 +298,31 @@ def _innermost(groups: Sequence[str], name: str) -> str | None:
 
 
 def _place_all(
-    module: nn.Module, store: ParameterStore, axes: tuple[str, ...], source: Source, groups: Sequence[str]
+    modules: Mapping[str, nn.Module], store: ParameterStore, axes: tuple[str, ...], call: Call, groups: Sequence[str]
 ) -> list[Place]:
-    """Stores every parameter; where plain modules use one."""
-    own = [inner for inner in module.modules() if hasattr(inner, "stored_parameters")]
+    """Stores every parameter of ``modules`` that is not ignored; where plain modules use one."""
+    own = [inner for inner in modules.values() if hasattr(inner, "stored_parameters")]
     found = {stored.parameter: stored for inner in own for stored in cast(Any, inner).stored_parameters()}
     moved, replaced = set[StoredParameter](), list[torch.Tensor]()
     places: list[Place] = []
-    for name, inner in module.named_modules():
+    for name, inner in modules.items():
         for key, parameter in list(inner._parameters.items()):
-            if parameter is None:
+            if parameter is None or id(parameter) in call.ignored:
                 continue
             qualified = f"{name}.{key}" if name else key
             stored = found.get(parameter)
             if stored is None:
+                if isinstance(parameter, RetiredParameter):
+                    raise InputError(
+                        f"{qualified}: found a parameter that an inner call has sharded in another module, which "
+                        "shares it; allowed: both modules in one call"
+                    )
                 if isinstance(parameter, DTensor):
                     raise InputError(
                         f"{qualified}: found a DTensor; allowed: plain parameters, and shardwright's layers"
                     )
                 whole = [Replicate()] * store.mesh.ndim
-                stored, _ = store.place(source, inner, key, qualified, whole, axes, qualified)
+                stored, _ = store.place(call.source, inner, key, qualified, whole, axes, qualified)
                 replaced.append(parameter)
             elif inner in own and stored not in moved:
                 store.take_over(stored, qualified)
@@ -312,6 +332,6 @@ def _place_all(
             store.watch(inner, key, stored, qualified)
             if inner not in own:
                 places.append(Place(name, weakref.ref(inner), key, stored, _innermost(groups, name) or ""))
-    for parameter in replaced:
-        retire(parameter)
+    for old in replaced:
+        retire(old)
     return places
