@@ -48,7 +48,7 @@ def forward(work: Forward) -> tuple[list[torch.Tensor], torch.Tensor | None]:
 
 def backward(work: Backward) -> torch.Tensor | None:
     """dX [R,K''] or None; dW_i and db_i go into the store."""
-    product, arena = work.product, work.product.runtime.arena
+    product = work.product
     x = None if product.gathers_w else x_again(work)
     dx = None
     if work.needs_x and work.present:
