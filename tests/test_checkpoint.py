@@ -26,6 +26,7 @@ from shardwright.checkpoint.manifest import MANIFEST, Manifest, RunState
 from shardwright.checkpoint.names import named_tensors
 from shardwright.checkpoint.pretrained import from_safetensors
 from shardwright.checkpoint.training_state import MOMENTS, latest, load, save
+from shardwright.layers.dropout import GridDropout
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
 from shardwright.spec.plan import Plan
@@ -100,7 +101,7 @@ def everything(model: nn.Module, optimizer: Any) -> Values:
         for name, parameter in tensors.items()
         for moment in MOMENTS
     }
-    calls = {name: numpy.array(m.calls) for name, m in model.named_modules() if isinstance(m, sw.layers.GridDropout)}
+    calls = {name: numpy.array(m.calls) for name, m in model.named_modules() if isinstance(m, GridDropout)}
     return wholes(tensors | moments) | calls
 
 

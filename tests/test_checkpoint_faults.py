@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardwright as sw
 from shardwright.checkpoint import training_state as checkpoint
 from shardwright.checkpoint.manifest import MANIFEST, RunState
 from shardwright.checkpoint.tensor_file import TensorWriter
 from shardwright.checkpoint.training_state import MOMENTS, latest, load, save
 from shardwright.errors import InputError
+from shardwright.step.train_step import FusedAdamW
 from support import tiny
 from support.ranks import on_ranks
 from test_checkpoint import SAVED, load_zoo, same, save_zoo, zoo
@@ -237,7 +237,7 @@ def test_a_bad_checkpoint_is_one_line_that_names_the_key(case: int, tmp_path: Pa
 
 def test_an_optimizer_wants_the_moments_of_its_own_parameters(tmp_path: Path) -> None:
     module = plain(1)
-    optimizer = sw.step.FusedAdamW(module.parameters())
+    optimizer = FusedAdamW(module.parameters())
     bare = save(tmp_path, module, None, RunState(step=1))
     with pytest.raises(InputError, match="optimizer: found no moments; allowed: a checkpoint that was saved with an"):
         load(bare, module, optimizer)
@@ -245,7 +245,7 @@ def test_an_optimizer_wants_the_moments_of_its_own_parameters(tmp_path: Path) ->
     optimizer.step()
     path = save(tmp_path, module, optimizer, RunState(step=2))
     other = plain(0)
-    resumed = sw.step.FusedAdamW(other.parameters())
+    resumed = FusedAdamW(other.parameters())
     other.bias.grad = torch.ones(4)
     resumed.step()
     load(path, other, resumed)
@@ -254,7 +254,7 @@ def test_an_optimizer_wants_the_moments_of_its_own_parameters(tmp_path: Path) ->
         *({moment: each.state[owner][moment].numpy() for moment in MOMENTS} for each, owner in (
             (optimizer, module.weight), (resumed, other.weight)))
     )  # fmt: skip
-    frozen = sw.step.FusedAdamW([other.bias])
+    frozen = FusedAdamW([other.bias])
     with pytest.raises(InputError, match=r"optimizer\.weight\.step: found a tensor of another model"):
         load(path, other, frozen)
     spoil_manifest(path, lambda data: data["tensors"].pop("optimizer.weight.exp_avg"))

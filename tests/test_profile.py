@@ -252,7 +252,7 @@ def test_profile_refuses_bad_input(given, words, tmp_path, one_rank):
 def test_profile_of_one_rank_writes_a_cluster_without_links(tmp_path, one_rank):
     path = tmp_path / "cluster.yaml"
     less = "profile.Effort.of = lambda *_: profile.Effort((2**10,), (16,), 2**20, 16, 1, 1e-3)"
-    program = f"from shardwright.cli import app; from shardwright.planner import profile; {less}; app()"
+    program = f"from shardwright.cli import app; from shardwright.profile import profile; {less}; app()"
     command = [sys.executable, "-c", program, "profile", "--dtype", "bf16", "-o", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr

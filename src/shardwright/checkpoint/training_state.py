@@ -21,15 +21,10 @@ import torch.distributed
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwright.checkpoint.dcp import (
-    ManifestReader,
-    ManifestWriter,
-    PieceLoadPlanner,
-    PieceSavePlanner,
-    temporary_of,
-)
+from shardwright.checkpoint.dcp import PieceLoadPlanner, PieceSavePlanner
 from shardwright.checkpoint.manifest import Manifest, RunState, is_whole
 from shardwright.checkpoint.names import named_tensors
+from shardwright.checkpoint.piece_storage import ManifestReader, ManifestWriter, temporary_of
 from shardwright.checkpoint.tensor_file import DTYPES
 from shardwright.errors import InputError
 from shardwright.layers.dropout import ForwardDraws, GridDropout
