@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CONFIG = json.loads((Path(__file__).parent / "data" / "model_configs.json").read_text())["meta-llama/Meta-Llama-3.1-8B"]
 
 
@@ -20,6 +22,7 @@ def rehearsed(tmp_path: Path, layout: str) -> dict:
     return json.loads(figures.read_text())
 
 
+@pytest.mark.slow
 def test_8b_gathering_again_saves_what_the_formula_says(tmp_path):
     keep, again = (rehearsed(tmp_path, layout) for layout in ("sequence-parallel-keep", "sequence-parallel"))
     n, tokens, h, blocks = 4, 4096, 4096, 32

@@ -32,6 +32,7 @@ from shardwright.models.config import load_config
 from shardwright.spec.plan import Plan
 from shardwright.values.placement import cut_of, make_parameter
 from support import dense, tiny
+from support.marks import slow_in
 from support.ranks import on_ranks
 from test_families import path_of
 
@@ -137,7 +138,7 @@ def load_and_train(plan: Plan, path: Path, directory: Path) -> tuple[Values, flo
     return loaded, loss, everything(model, step.optimizer)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_in(["odd llama"], MODELS))
 def test_f2_parameters_and_moments_bitwise_and_the_next_step(name: str, tmp_path: Path) -> None:
     path, dtype, level = MODELS[name]
     plan = tiny.plan_of(SAVED, "sequence-parallel", path, dtype=dtype, params={"*": level})

@@ -8,6 +8,7 @@ import torch
 import shardwright as sw
 from shardwright import trace
 from support import dense, grids
+from support.marks import slow_in
 from support.ranks import on_ranks
 
 
@@ -73,7 +74,7 @@ def compare(backend, mode, save_x, between, needs_x=True):
     return answers
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_in(["inductor"], ["aot_eager", "inductor"]))
 @pytest.mark.parametrize("mode", ["blocking", "async", "ring"])
 def test_compiled_is_eager(backend, mode):
     for save_x, between in (("shard", False), ("gathered", False), ("shard", True)):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from shardwright.demo.run import global_batch
 from shardwright.spec.cluster import Cluster
 
@@ -16,6 +18,7 @@ def test_global_batch_is_the_nearest_multiple() -> None:
     assert [global_batch(ranks) for ranks in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)] == [8, 8, 9, 8, 10, 6, 7, 8, 12, 16]
 
 
+@pytest.mark.slow
 def test_from_profile_to_measured_peaks(tmp_path: Path) -> None:
     """Exit status 0 says that rehearsed and measured peaks are equal; within the limit and at the level asked for."""
     words = ["--ranks", "2", "--steps", "3", "--memory", "60MiB", "--level", "parameters"]

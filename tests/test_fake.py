@@ -11,6 +11,7 @@ from shardwright.errors import InputError
 from shardwright.simulate import rehearsal as _rehearse
 from shardwright.simulate.fake import ShortFakeMode
 from support import tiny
+from support.marks import slow_in
 from test_families import FAMILIES
 
 CASES = {
@@ -22,7 +23,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_in(["gpt2, all-reduce", "gemma2, async"], CASES))
 def test_a_rehearsal_is_the_one_of_torchs_own_mode(name, monkeypatch):
     family, layout, settings = CASES[name]
     path = tiny.write_config({"model_type": family, **FAMILIES[family]})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from support import draws, fuzz
 
 DRAWS = [draws.make(0, number) for number in range(500)]
@@ -31,6 +33,7 @@ def test_a_draw_can_be_replayed():
         assert draws.Draw.from_json(draw.to_json()) == draw
 
 
+@pytest.mark.slow
 def test_random_products_equal_dense():
     failures = [outcome.failure for outcome in fuzz.run(DRAWS) if outcome.failure]
     assert not failures, f"{len(failures)} of {len(DRAWS)} draws:\n" + "\n".join(failures[:5])

@@ -56,6 +56,7 @@ def test_a_level_that_is_asked_for_is_the_only_one_looked_at():
         sw.plan(found.plan.config_path, cluster(), batch=4, sequence=8, level="zero9")
 
 
+@pytest.mark.slow
 def test_every_structure_priced_none_is_faster_and_limits_are_limits():
     found = searched(problem(cluster()))
     priced = [priced_in(found.problem, each, MODES, Here()) for each in candidates_of(found.problem)]
@@ -121,6 +122,7 @@ def test_e3_what_does_not_fit_names_the_least_that_does():
         searched(problem(cluster(), memory=least - 1))
 
 
+@pytest.mark.slow
 def test_without_time_it_is_not_said_that_nothing_fits():
     """What was not looked at is told, and the leanest by its limits is looked at whatever the time."""
     with pytest.raises(DoesNotFit) as patient:

@@ -10,6 +10,7 @@ import shardwright as sw
 from shardwright.simulate.rehearsal import rehearse
 from shardwright.step.train_step import record_steps
 from support import tiny
+from support.marks import slow_at
 from support.ranks import on_ranks
 from support.reference import assert_same
 
@@ -48,7 +49,7 @@ def assert_trains_alike(plan, tolerance=1e-5, path=None):
     return runs[0][1]
 
 
-@pytest.mark.parametrize(("axes", "layout", "level"), CASES)
+@pytest.mark.parametrize(("axes", "layout", "level"), slow_at((5, 10), CASES))
 def test_every_level_trains_alike_and_is_rehearsed(axes, layout, level):
     assert_trains_alike(tiny.plan_of(axes, layout, params={"*": LEVELS[level]}))
 

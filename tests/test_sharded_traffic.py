@@ -20,6 +20,7 @@ from shardwright.simulate.rehearsal import stage
 from shardwright.trace import Alloc, Op
 from shardwright.trace.events import POINTS
 from support import dense
+from support.marks import slow_in
 from support.nets import (
     CASES,
     LEVELS,
@@ -356,7 +357,7 @@ def record_nets(axes, cases, level):
     return [record_net(dense.mesh_of(**axes), case, level) for case in cases]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", slow_in(["replicate", "optimizer"], LEVELS))
 def test_a_rehearsal_is_the_run(level):
     cases = [Case(tied=True, frozen=("blocks.0",), recompute="around"), CASES["recomputed inside, root kept"]]
     axes = {"data": 2}

@@ -19,6 +19,7 @@ from shardwright.spec.mesh import chunk
 from shardwright.trace import Alloc
 from shardwright.values.placement import cut
 from support import dense
+from support.marks import slow_at
 from support.nets import (
     ALL,
     CASES,
@@ -40,16 +41,19 @@ from support.ranks import on_ranks
 
 @pytest.mark.parametrize(
     ("axes", "names", "levels", "poison"),
-    [
-        ({"data": 1}, FEW, ALL, False),
-        ({"data": 2}, tuple(CASES), ALL, False),
-        ({"data": 3}, tuple(CASES), ("parameters",), True),
-        ({"data": 4}, FEW, ("gradients", "kept"), True),
-        ({"data": 8}, ("everything",), ("parameters",), False),
-        ({"replica": 2, "shard": 2}, FEW, ("optimizer", "gradients", "parameters", "kept"), False),
-        ({"replica": 2, "shard": 4}, ("everything",), ("parameters",), False),
-        ({"shard": 1, "replica": 2}, FEW[-1:], ("parameters",), False),
-    ],
+    slow_at(
+        (2, 5),
+        [
+            ({"data": 1}, FEW, ALL, False),
+            ({"data": 2}, tuple(CASES), ALL, False),
+            ({"data": 3}, tuple(CASES), ("parameters",), True),
+            ({"data": 4}, FEW, ("gradients", "kept"), True),
+            ({"data": 8}, ("everything",), ("parameters",), False),
+            ({"replica": 2, "shard": 2}, FEW, ("optimizer", "gradients", "parameters", "kept"), False),
+            ({"replica": 2, "shard": 4}, ("everything",), ("parameters",), False),
+            ({"shard": 1, "replica": 2}, FEW[-1:], ("parameters",), False),
+        ],
+    ),
 )
 def test_gradients_equal_dense(axes, names, levels, poison):
     world = torch.Size(axes.values()).numel()
@@ -90,12 +94,15 @@ def steps_match(axes, names, levels):
 
 @pytest.mark.parametrize(
     ("axes", "names", "levels"),
-    [
-        ({"data": 2}, tuple(CASES), ("parameters",)),
-        ({"data": 2}, FEW, ("replicate", "optimizer", "gradients", "kept")),
-        ({"data": 3}, FEW[1:2], ALL),
-        ({"replica": 2, "shard": 2}, FEW[3:], ("optimizer", "parameters")),
-    ],
+    slow_at(
+        (1, 3),
+        [
+            ({"data": 2}, tuple(CASES), ("parameters",)),
+            ({"data": 2}, FEW, ("replicate", "optimizer", "gradients", "kept")),
+            ({"data": 3}, FEW[1:2], ALL),
+            ({"replica": 2, "shard": 2}, FEW[3:], ("optimizer", "parameters")),
+        ],
+    ),
 )
 def test_three_steps_equal_ddp(axes, names, levels):
     world = torch.Size(axes.values()).numel()

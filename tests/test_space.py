@@ -17,6 +17,7 @@ from shardwright.simulate.timeline import timeline
 from shardwright.space.space import CHUNKED, GRIDS, MODES, Mode, Structure
 from shardwright.trace import Op
 from support import tiny
+from support.marks import slow_in
 from support.planned import BLOCKS, SIZES, Here, cluster, problem
 from test_families import FAMILIES
 
@@ -35,7 +36,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_in(["l before j", "three in flight", "data before replica"], VARIANTS))
 def test_a_variant_is_priced_as_it_is_rehearsed(name):
     """Bytes always; seconds where all blocks were rehearsed (three), nearly where middle ones stand for more."""
     path = tiny.config_path(**SIZES | {"num_hidden_layers": 14}) if name.startswith("two blocks") else None

@@ -24,6 +24,7 @@ from shardwright.stretching.segments import NotPeriodic
 from shardwright.stretching.stretch import rehearse_stretched
 from shardwright.trace import Collective, Op, Trace, Wait
 from support import tiny
+from support.marks import slow_in
 from test_families import FAMILIES
 
 SHARDED = {"*": {"level": "parameters"}}
@@ -71,7 +72,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_in(["optimizer", "gradients", "qwen3", "a bucket, two runs"], CASES))
 def test_a_stretched_rehearsal_is_the_full_one(name, monkeypatch):
     path, plan = case(**CASES[name])
     seen = blocks_rehearsed(monkeypatch)

@@ -18,6 +18,7 @@ from shardwright.spec.layout import CHOICES
 from shardwright.spec.site import Linear, Site
 from support import dense, draws, fuzz, grids
 from support.counting import counted
+from support.marks import slow_at, slow_in
 from support.ranks import on_ranks
 from test_grid_linear import LAYOUTS, with_data
 
@@ -114,7 +115,7 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("overlap", CHOICES["overlap"])
+@pytest.mark.parametrize("overlap", slow_in(["async"], CHOICES["overlap"]))
 @pytest.mark.parametrize("name", ALL)
 def test_every_mesh_shape_and_number_of_siblings(name, overlap):
     cut = itertools.cycle((1, 2, 0, 3))
@@ -126,7 +127,7 @@ def test_every_mesh_shape_and_number_of_siblings(name, overlap):
     check(cases)
 
 
-@pytest.mark.parametrize("overlap", CHOICES["overlap"])
+@pytest.mark.parametrize("overlap", slow_in(["async"], CHOICES["overlap"]))
 @pytest.mark.parametrize("name", ALL)
 def test_every_frozen_set(name, overlap):
     tokens, k, n = UNEVEN
@@ -138,6 +139,7 @@ def test_every_frozen_set(name, overlap):
     check(cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_reduction_in_float32_and_other_element_sizes(dtype):
     cases = [
@@ -178,7 +180,7 @@ def from_draw(draw: draws.Draw) -> Case:
     return Case(layout, axes, draw.tokens, draw.k, plain(*draw.n), draw.bias, frozen, dtype)
 
 
-@pytest.mark.parametrize("first", [0, 100, 175])
+@pytest.mark.parametrize("first", slow_at((1, 2), [0, 100, 175]))
 def test_random_draws(first):
     made = (draws.make(2, number) for number in range(first, first + (100 if first == 0 else 75)))
     check([from_draw(draw) for draw in made if not draw.two])
