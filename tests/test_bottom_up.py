@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import dense
 import shardwright as sw
-from nets import Chain
-from ranks import on_ranks
-from untidy import WORLD, mesh_of_all, message_of
+from support import dense
+from support.nets import Chain
+from support.ranks import on_ranks
+from support.untidy import WORLD, mesh_of_all, message_of
 
 
 class Net(nn.Module):
