@@ -106,14 +106,14 @@ def test_norm_weights_move_under_bfloat16_as_it_is_by_default() -> None:
 
 
 NO_BLOCK = "found a pattern that matches no block; allowed: a pattern of their names, such as "
-NO_UNIT, NO_SITE = NO_BLOCK.replace("block", "unit"), NO_BLOCK.replace("block", "site")
+NO_GROUP, NO_SITE = NO_BLOCK.replace("block", "parameter group"), NO_BLOCK.replace("block", "site")
 SHADOWED = "found a pattern that decides no {}, since {!r} before it matches {}; allowed: an order in which each"
 RING, SEQUENCE = "sequence-parallel-ring", "sequence-parallel"
 PATTERNS = [
     ("recompute.model.layer.*", {"model.layer.*": "block"}, NO_BLOCK + "model.layers.0"),
-    ("params.model.layer.*", {"model.layer.*": "parameters", "*": "optimizer"}, NO_UNIT + "model.layers.0"),
-    ("params.model.layers.*.mlp", {"model.layers.*.mlp": "parameters"}, NO_UNIT + "model.layers.0"),
-    ("params.lm_head", {"*": "parameters", "lm_head": "optimizer"}, SHADOWED.format("unit", "*", "lm_head")),
+    ("params.model.layer.*", {"model.layer.*": "parameters", "*": "optimizer"}, NO_GROUP + "model.layers.0"),
+    ("params.model.layers.*.mlp", {"model.layers.*.mlp": "parameters"}, NO_GROUP + "model.layers.0"),
+    ("params.lm_head", {"*": "parameters", "lm_head": "optimizer"}, SHADOWED.format("parameter group", "*", "lm_head")),
     ("layouts.*.mlp.dwon", {"*.mlp.dwon": RING, "*": SEQUENCE}, NO_SITE + "model.layers.0.mlp.down"),
     (
         "layouts.*.down",
@@ -138,13 +138,15 @@ def test_a_pattern_that_decides_nothing_is_refused(key: str, patterns: dict[str,
 def test_a_tied_head_is_of_the_unit_of_its_embedding() -> None:
     path = tiny.config_path(tie_word_embeddings=True)
     plan = tiny.plan_of(MESH, "replicate", path, params={"lm_head": "parameters", "*": "replicate"})
-    with pytest.raises(sw.InputError, match=r"params.lm_head: found a pattern that matches no unit"):
+    with pytest.raises(sw.InputError, match=r"params.lm_head: found a pattern that matches no parameter group"):
         sw.rehearse(path, plan)
 
 
 def test_patterns_of_a_model_without_a_rule_table_are_refused_too() -> None:
     plan = tiny.plan_of(MESH, "replicate", path_of_opt(), fallback=True, params={"model.decoder.layer.*": "parameters"})
-    with pytest.raises(sw.InputError, match=r"params.model.decoder.layer.\*: found a pattern that matches no unit"):
+    with pytest.raises(
+        sw.InputError, match=r"params.model.decoder.layer.\*: found a pattern that matches no parameter group"
+    ):
         sw.rehearse(plan.config_path, plan)
 
 

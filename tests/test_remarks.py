@@ -81,7 +81,7 @@ def test_other_settings_that_do_nothing() -> None:
         ("level: optimizer", ("*",), "the axes (data) have one rank"),
         ("reduce_dtype: float64", ("model.layers.*",), "no other rank has a share of its gradients"),
         ("bucket: 1048576", ("*",), "no gradient travels: one rank has all data"),
-        ("in_flight: 3", ("*",), "no unit is gathered in its turn"),
+        ("in_flight: 3", ("*",), "no parameter group is gathered in its turn"),
     }
 
 

@@ -66,7 +66,7 @@ class GridLinear(nn.Linear):
 
         Call each of them with the same tensor object. source: where shards come from; by default cut from the dense
         weights. facts: what must stay together when N is split (heads, fused parts), one a linear. store: where the
-        parameters are stored; by default the site is a unit of its own, stored as the layout's ``w`` says.
+        parameters are stored; by default the site is a parameter group of its own, stored as the layout's ``w`` says.
         """
         product = Product.of(name, layout, mesh)
         transposed = not isinstance(linears[0], nn.Linear)
@@ -198,13 +198,13 @@ def _store(
 
 
 def _store_of_one(mesh: DeviceMesh, layout: GridLayout, name: str) -> ParameterStore:
-    """A site's weights as one unit; where they are split over storage axes, its biases stay whole, as another."""
+    """A site's weights as one parameter group; its biases stay whole, as another, where storage is split."""
     if not layout.axes_where("w", "sharded"):
         return ParameterStore(mesh, unit_of=lambda _: name)
     biases = f"{name}.biases"
     return ParameterStore(
         mesh,
-        lambda unit: Sharding() if unit == biases else sharding_of(layout),
+        lambda name: Sharding() if name == biases else sharding_of(layout),
         lambda parameter: biases if parameter.endswith(".bias") else name,
     )
 

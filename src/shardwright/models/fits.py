@@ -29,24 +29,24 @@ def check_fits(model: Any, plan: Plan) -> dict[Site, GridLayout]:
     check_config(model.config)
     parameters = [name for name, _ in model.named_parameters()]
     if plan.fallback and not has_rule(model.config):
-        check_patterns("params", plan.params, dict.fromkeys(map(param_groups_of(model), parameters)), "unit")
+        check_patterns("params", plan.params, dict.fromkeys(map(param_groups_of(model), parameters)), "parameter group")
         return {}
     family = family_of(model.config)
     layouts = resolve(family, model.config, plan)
     check_modules(model, family, layouts)
     own = {site.name for site, layout in layouts.items() if layout.axes_where("w", "sharded")}
-    units = dict.fromkeys(map(param_group_finder(family, layouts), parameters))
+    param_groups = dict.fromkeys(map(param_group_finder(family, layouts), parameters))
     blocks = [f"{family.blocks}.{index}" for index in range(model.config.num_hidden_layers)]
     check_patterns("layouts", plan.layouts, [site.name for site in layouts], "site")
-    check_patterns("params", plan.params, [unit for unit in units if unit not in own], "unit")
+    check_patterns("params", plan.params, [name for name in param_groups if name not in own], "parameter group")
     check_patterns("recompute", plan.recompute, blocks, "block")
     return layouts
 
 
 def param_group_finder(family: Family, layouts: Mapping[Site, GridLayout]) -> Callable[[str], str]:
-    """Parameter → its unit.
+    """Parameter → the name of its parameter group.
 
-    Blocks are units, and modules outside of them; the weights of a site whose layout shards W are one too.
+    Blocks are parameter groups, and modules outside of them; the weights of a site whose layout shards W are one too.
     """
     block = re.compile(rf"{re.escape(family.blocks)}\.\d+(?=\.)")
     own = {
@@ -56,14 +56,14 @@ def param_group_finder(family: Family, layouts: Mapping[Site, GridLayout]) -> Ca
         for linear in site.linears
     }
 
-    def unit(parameter: str) -> str:
+    def param_group(parameter: str) -> str:
         module = parameter.rpartition(".")[0]
         if parameter in own:
             return own[parameter]
         inside = block.match(module)
         return inside.group() if inside else module
 
-    return unit
+    return param_group
 
 
 def resolve(family: Family, config: Any, plan: Plan) -> dict[Site, GridLayout]:

@@ -21,7 +21,7 @@ norms are, the nearest other values are 2^-8 away: less than half of that is rou
 
 @dataclass(frozen=True)
 class NotApplied:
-    """A setting that could not be applied. where: sites or units, block numbers written as ``*``."""
+    """A setting that could not be applied. where: sites or parameter groups, block numbers written as ``*``."""
 
     setting: str
     where: tuple[str, ...]
@@ -36,7 +36,7 @@ class NotApplied:
 
 
 def not_applied(config: Any, plan: Plan) -> list[NotApplied]:
-    """Every setting of the plan that does nothing at some site, or for some unit, in the order of the model."""
+    """Every setting of the plan that does nothing at some site, or for some group, in the order of the model."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for setting, name, because in (*_of_sites(config, plan), *_of_storage(config, plan)):
         found.setdefault((setting, because), {})[re.sub(r"\.\d+(?=\.|$)", ".*", name)] = None
@@ -55,7 +55,7 @@ def warnings_of(config: Any, plan: Plan, learning_rate: float | None = None) -> 
 
 
 Said = tuple[str, str, str]
-"""(setting, name of the site or unit, because)."""
+"""(setting, name of the site or parameter group, because)."""
 
 
 def _of_sites(config: Any, plan: Plan) -> Iterator[Said]:
@@ -69,7 +69,7 @@ def _of_sites(config: Any, plan: Plan) -> Iterator[Said]:
 
 
 def _of_storage(config: Any, plan: Plan) -> Iterator[Said]:
-    """Levels that split nothing, and what rests on them. Units are told by the patterns that decide of them."""
+    """Levels that split nothing, and what rests on them. Groups are told by the patterns that decide of them."""
     gathered = any(_split(plan, pattern) and stored.level == "parameters" for pattern, stored in plan.params.items())
     for pattern, stored in plan.params.items():
         axes = (stored.axes,) if isinstance(stored.axes, str) else tuple(stored.axes or plan.data_axes)
@@ -89,11 +89,11 @@ def _of_storage(config: Any, plan: Plan) -> Iterator[Said]:
         for layout in map(plan.layout_for, family_of(config).sites(config, plan.batch * plan.sequence))
     )
     if "in_flight" in plan.model_fields_set and plan.in_flight > 2 and not gathered and not sites:
-        yield f"in_flight: {plan.in_flight}", "*", "no unit is gathered in its turn"
+        yield f"in_flight: {plan.in_flight}", "*", "no parameter group is gathered in its turn"
 
 
 def _split(plan: Plan, pattern: str) -> bool:
-    """Whether the storage of the units of a pattern is split over more than one rank."""
+    """Whether the storage of the parameter groups of a pattern is split over more than one rank."""
     sharding: Sharding = plan.sharding_of(plan.params[pattern])
     return sharding.split and _ranks(plan, sharding.axes) > 1
 

@@ -107,17 +107,17 @@ class Swap:
         model.get_submodule(family.final_norm).register_forward_hook(CarryOut(self.shape))
         model.parameter_store = self.store
         self.store.watch_layers(model)
-        self.store.let_ranks_agree(gathers=False)  # ranks run one model's code: they ask for the same units
+        self.store.let_ranks_agree(gathers=False)  # ranks run one model's code: they ask for the same parameter groups
         model.register_forward_pre_hook(self.store.begin_forward)
         model.register_forward_hook(EndForward(self.store.schedule), always_call=True)
         Structure(model)
         return model
 
-    def _sharding_of(self, unit: str) -> Sharding:
-        layout = self.layout_of.get(unit)
+    def _sharding_of(self, param_group: str) -> Sharding:
+        layout = self.layout_of.get(param_group)
         if layout is not None and layout.axes_where("w", "sharded"):
             return sharding_of(layout)
-        return self.plan.sharding_for(unit)
+        return self.plan.sharding_for(param_group)
 
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, child = name.rpartition(".")

@@ -21,8 +21,8 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 UNITS = (
     "bytes per second", "floating-point operations per second", "bytes", "seconds", "tokens per sequence", "tokens",
-    "sequences", "micro-batches", "optimizer steps", "batches", "checkpoints", "units", "ranks", "hosts", "devices",
-    "without a unit",
+    "sequences", "micro-batches", "optimizer steps", "batches", "checkpoints", "parameter groups", "ranks", "hosts",
+    "devices", "without a unit",
 )  # fmt: skip
 """Units of numbers. That of a field is the one that its description names first."""
 

@@ -88,19 +88,19 @@ class Plan(BaseModel):
     )
     params: dict[str, Stored] = Field(
         default={"*": stored_as("replicate")},
-        description="pattern of unit names (blocks, and modules outside of them) → how parameters are stored over the "
-        "data axes: a level, or its fields",
+        description="pattern of names of parameter groups (blocks, and modules outside of them) → how parameters are "
+        "stored over the data axes: a level, or its fields",
     )
     in_flight: int = Field(
         default=2,
         ge=1,
-        description="how many units may be gathered at once: the one at work, and those on their way",
+        description="how many parameter groups may be gathered at once: the one at work, and those on their way",
         json_schema_extra={"x-allowed": "a whole number of at least 1"},
     )
     bucket: SmallSize = Field(
         default=0,
-        description="bytes of the buffer in which small gradients travel together, while backward runs; 0: each unit's "
-        "travel with the unit",
+        description="bytes of the buffer in which small gradients travel together, while backward runs; 0: each "
+        "group's travel with the group",
     )
     master_dtype: Literal["float32", "bfloat16", "float64"] | None = Field(
         default=None,
@@ -280,9 +280,9 @@ class Plan(BaseModel):
         """What backward computes again of the block of that name: the first pattern that matches, else ``none``."""
         return next((policy for pattern, policy in self.recompute.items() if fnmatchcase(block, pattern)), "none")
 
-    def sharding_for(self, unit: str) -> Sharding:
-        """How the unit's parameters are stored: as the first pattern that matches says, else whole."""
-        return self.sharding_of(self.stored_for(unit))
+    def sharding_for(self, param_group: str) -> Sharding:
+        """How the group's parameters are stored: as the first pattern that matches says, else whole."""
+        return self.sharding_of(self.stored_for(param_group))
 
     def sharding_of(self, stored: StoredFields | None) -> Sharding:
         """How parameters are stored of which ``params`` says this."""
@@ -296,9 +296,9 @@ class Plan(BaseModel):
             return Sharding(dtype=dtype, bucket=self.bucket)
         return Sharding(stored.level, axes, stored.keep, dtype, stored.reduce_dtype, self._bucket_of(stored))
 
-    def stored_for(self, unit: str) -> StoredFields | None:
-        """What the first pattern that matches the unit's name says of its parameters, or None."""
-        return next((stored for pattern, stored in self.params.items() if fnmatchcase(unit, pattern)), None)
+    def stored_for(self, param_group: str) -> StoredFields | None:
+        """What the first pattern that matches the group's name says of its parameters, or None."""
+        return next((stored for pattern, stored in self.params.items() if fnmatchcase(param_group, pattern)), None)
 
     def _bucket_of(self, stored: StoredFields) -> int:
         return self.bucket if stored.bucket is None else stored.bucket

@@ -1,4 +1,4 @@
-"""The parts of a plan file: how it spells a site's layout, and how it says what is split of a unit's parameters."""
+"""The parts of a plan file: how it spells a site's layout, and how it says what is split of a parameter group."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ Layout = Annotated[
 
 
 class StoredFields(BaseModel):
-    """How a unit's parameters are stored over mesh axes."""
+    """How a group's parameters are stored over mesh axes."""
 
     model_config = STRICT
 
