@@ -135,7 +135,7 @@ def test_a_pattern_that_decides_nothing_is_refused(key: str, patterns: dict[str,
     assert str(again.value) == str(caught.value)
 
 
-def test_a_tied_head_is_of_the_unit_of_its_embedding() -> None:
+def test_a_tied_head_is_of_the_group_of_its_embedding() -> None:
     path = tiny.config_path(tie_word_embeddings=True)
     plan = tiny.plan_of(MESH, "replicate", path, params={"lm_head": "parameters", "*": "replicate"})
     with pytest.raises(sw.InputError, match=r"params.lm_head: found a pattern that matches no parameter group"):

@@ -198,7 +198,7 @@ def asked_too_much(units):
     return str(caught.value)
 
 
-def test_more_units_than_stated_is_an_error_that_names_the_unit():
+def test_more_groups_than_stated_is_an_error_that_names_the_group():
     for message in on_ranks(2, asked_too_much, ("blocks.*", "blocks.*.mlp")):
         assert message.startswith("blocks.0.mlp is asked for while blocks.0 are gathered; in_flight states 1. ")
         assert "\n" not in message

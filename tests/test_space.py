@@ -53,7 +53,7 @@ def test_a_variant_is_priced_as_it_is_rehearsed(name):
 
 
 def test_limits_with_floors_hold_for_variants():
-    """Also where attention's floor and the MLP's are of two rehearsals, and where memory asks for recomputed blocks."""
+    """Also where attention's bound and the MLP's are of two rehearsals, and where memory asks for recomputed blocks."""
     asked = problem(cluster(within=1e9, between=1e9))
     every = {each.structure: each for each in candidates_of(asked)}
     rehearsed_bounds = rehearsed_bounds_of(asked, every, Here(), math.inf, lambda line: None)

@@ -8,7 +8,7 @@ is told beside them is refused by name, unless it is known to change nothing her
 |----------------------------|--------------------------------------------|-------------------------------------------|
 | causal                     | torch's fused attention                    | q, k, v, the result, one number a row     |
 | window shorter than S      | the same, with one [S,S] mask of booleans  | the same, and the mask                    |
-| soft-capped scores, dropout| scores written out                         | a few [B,H,S,S] tensors                   |
+| soft-capped scores, dropout| eager attention                            | a few [B,H,S,S] tensors                   |
 """
 
 from __future__ import annotations

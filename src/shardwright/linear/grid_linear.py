@@ -200,7 +200,7 @@ def _store(
 def _store_of_one(mesh: DeviceMesh, layout: GridLayout, name: str) -> ParameterStore:
     """A site's weights as one parameter group; its biases stay whole, as another, where storage is split."""
     if not layout.axes_where("w", "sharded"):
-        return ParameterStore(mesh, unit_of=lambda _: name)
+        return ParameterStore(mesh, group_of=lambda _: name)
     biases = f"{name}.biases"
     return ParameterStore(
         mesh,

@@ -34,7 +34,7 @@ def whole(param_group: str) -> Sharding:
 class ParameterStore:
     """Places parameters, each in its parameter group, all parameter groups on one schedule.
 
-    sharding_of: parameter group name → how it is stored. unit_of: qualified parameter name → parameter group name; by
+    sharding_of: parameter group name → how it is stored. group_of: qualified parameter name → parameter group name; by
     default the module. in_flight: how many parameter groups may be gathered at once. unused_are_zeros: ranks may use
     different parameters.
     """
@@ -43,7 +43,7 @@ class ParameterStore:
         self,
         mesh: DeviceMesh,
         sharding_of: Callable[[str], Sharding] = whole,
-        unit_of: Callable[[str], str] = lambda name: name.rpartition(".")[0],
+        group_of: Callable[[str], str] = lambda name: name.rpartition(".")[0],
         in_flight: int = 2,
         unused_are_zeros: bool = False,
     ):
@@ -51,12 +51,12 @@ class ParameterStore:
         self.runtime = Runtime.of(mesh)
         self.schedule = Schedule(in_flight, unused_are_zeros)
         self._places: list[tuple[weakref.ref[nn.Module], str, StoredParameter, str]] = []
-        self._sharding_of, self._unit_of = sharding_of, unit_of
+        self._sharding_of, self._group_of = sharding_of, group_of
         self._param_groups: dict[str, ParameterGroup] = {}
 
     def param_group(self, parameter: str) -> ParameterGroup:
         """The parameter group of the parameter of that qualified name."""
-        name = self._unit_of(parameter)
+        name = self._group_of(parameter)
         if name not in self._param_groups:
             self._param_groups[name] = self.schedule.new_param_group(name, self._sharding_of(name))
         return self._param_groups[name]
