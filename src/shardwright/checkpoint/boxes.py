@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.values.placement import Cut, Ranges, cut_of
+from shardwright.values.placement import Cut, Ranges, cut_of, local_of
 
 
 @dataclass(frozen=True, order=True)
@@ -50,7 +50,7 @@ def held_pieces(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
 
     tensor: a DTensor, or a plain tensor that every rank holds whole. Writing to a view writes to the tensor.
     """
-    local = local_of(tensor)
+    local = local_of(tensor).detach()
     for whole, mine in boxes(held_cut(tensor)):
         yield whole, local[mine.slices]
 
@@ -60,8 +60,3 @@ def held_cut(tensor: torch.Tensor) -> Cut:
     if isinstance(tensor, DTensor):
         return cut_of(tensor.shape, tensor.device_mesh, tensor.placements)
     return Cut(tuple(tensor.shape), tuple(((0, length),) for length in tensor.shape))
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's values of a DTensor or plain tensor, cut off from autograd, in the same storage."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()

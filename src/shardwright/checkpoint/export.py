@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.checkpoint.boxes import Box, held_pieces, local_of
+from shardwright.checkpoint.boxes import Box, held_pieces
 from shardwright.checkpoint.names import named_tensors
 from shardwright.checkpoint.pretrained import INDEX, WEIGHTS
 from shardwright.checkpoint.tensor_file import TensorWriter, sync_directory
 from shardwright.errors import InputError
+from shardwright.values.placement import local_of
 
 SHARD_BYTES = 5 * 2**30
 """Bytes of values in one file, unless a single tensor has more."""
@@ -153,7 +154,7 @@ def _assembled(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch
     rank, route = _rank(), _route(tensors)
     for name, tensor in tensors.items():
         mine = dict(held_pieces(tensor))
-        local = local_of(tensor)
+        local = local_of(tensor).detach()
         whole = torch.empty(tensor.shape if rank == 0 else (0,), dtype=tensor.dtype)
         for sender, box in route[name]:
             if rank == sender == 0:

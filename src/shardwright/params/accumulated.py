@@ -13,6 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from shardwright.values.placement import local_of
+
 _ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
@@ -24,7 +26,7 @@ class AccumulatedGradient(DTensor):
         if func in _ZEROING:
             tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             for tensor in tensors:
-                (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).zero_()
+                local_of(tensor).zero_()
             return args[0] if func is _ZEROING[0] else None
         return DTensor.__torch_dispatch__(func, types, args, kwargs or {})
 

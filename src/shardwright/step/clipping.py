@@ -19,6 +19,7 @@ from shardwright.comm.collectives import all_reduce
 from shardwright.comm.groups import AxisGroup
 from shardwright.errors import InputError
 from shardwright.runtime.runtime import Runtime
+from shardwright.values.placement import local_of
 
 PIECE = 2**20
 """Elements whose norm is taken at once: the float64 copy that this may cost stays at 8 MiB."""
@@ -44,7 +45,7 @@ def clip_grad_norm_(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
         for gradient in _gradients(parameters):
-            local = _local(gradient)
+            local = local_of(gradient).detach()
             local.mul_(factor.to(local.device, local.dtype))
     return norm
 
@@ -65,8 +66,8 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: floa
     gradients = _gradients(parameters)
     group = _group_of([tensor for tensor in (*parameters, *gradients) if isinstance(tensor, DTensor)])
     first = group.ranks[0] if group is not None else None
-    counted = [_local(gradient) for gradient in gradients if _counts_here(gradient, first)]
-    device = next((tensor.device for tensor in map(_local, (*gradients, *parameters))), torch.device("cpu"))
+    counted = [local_of(gradient).detach() for gradient in gradients if _counts_here(gradient, first)]
+    device = next((tensor.device for tensor in map(local_of, (*gradients, *parameters))), torch.device("cpu"))
     pieces = [piece for tensor in counted for piece in tensor.flatten().split(PIECE) if piece.numel()]
     norm = _joined([_norm(piece, norm_type).to(device) for piece in pieces], norm_type, device)
     if group is None or group.size == 1:
@@ -84,10 +85,6 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found = {id(parameter): parameter.grad for parameter in parameters}
     return [gradient for gradient in found.values() if gradient is not None]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _norm(piece: torch.Tensor, norm_type: float) -> torch.Tensor:

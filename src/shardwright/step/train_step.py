@@ -18,7 +18,7 @@ from shardwright.params.reductions import Reductions
 from shardwright.spec.mesh import chunk
 from shardwright.spec.plan import Plan
 from shardwright.step.clipping import clip_grad_norm_
-from shardwright.values.placement import wrap
+from shardwright.values.placement import local_of, wrap
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -58,10 +58,10 @@ class FusedAdamW(torch.optim.AdamW):
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(
-                [_local(parameter) for parameter in held],
-                [_local(parameter.grad) for parameter in held],
-                [_local(state["exp_avg"]) for state in states],
-                [_local(state["exp_avg_sq"]) for state in states],
+                [local_of(parameter) for parameter in held],
+                [local_of(cast(torch.Tensor, parameter.grad)) for parameter in held],
+                [local_of(state["exp_avg"]) for state in states],
+                [local_of(state["exp_avg_sq"]) for state in states],
                 [],
                 steps,
                 lr=group["lr"],
@@ -77,7 +77,7 @@ class FusedAdamW(torch.optim.AdamW):
     def _state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
-            local = _local(parameter)
+            local = local_of(parameter)
             state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 moment = torch.zeros_like(local)
@@ -94,10 +94,6 @@ def _check_summed(parameters: Iterable[torch.nn.Parameter]) -> None:
             raise RuntimeError(
                 "step: found gradients that are accumulated unreduced; allowed: a step after a backward outside no_sync"
             )
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else cast(torch.Tensor, tensor)
 
 
 class TrainStep:

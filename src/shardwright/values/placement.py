@@ -102,3 +102,8 @@ def wrap(local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
     return whole
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's values of a DTensor, in the same storage; a plain tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
