@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import shardwright as sw
-from shardwright.formulas.bounds import Grid, best_grid, grids, lower_bound, memory_bound, ratio
+from shardwright.formulas.bounds import Grid, best_grid, grids, lower_bound, ratio
 from shardwright.formulas.volume import site_volume
 from shardwright.report.bounds import bounds_table
 from shardwright.spec.site import Linear, Site
@@ -50,6 +50,11 @@ def test_the_best_divisor_grid_is_within_15_percent_of_the_bound(name):
 def test_the_bound_is_attained_where_a_divisor_grid_meets_the_real_optimum(sizes, grid):
     assert grid.moved(*sizes) == pytest.approx(lower_bound(*sizes, grid.ranks), rel=1e-12)
     assert best_grid(*sizes, grid.ranks).moved(*sizes) == pytest.approx(grid.moved(*sizes), rel=1e-12)
+
+
+def memory_bound(m, n, k, ranks, words):
+    """Words that a rank with room for ``words`` must move, to leading order."""
+    return 2 * m * n * k / (ranks * math.sqrt(words))
 
 
 def test_no_grid_moves_less_than_the_bound_and_its_cases_join():

@@ -57,11 +57,6 @@ def lower_bound(m: int, n: int, k: int, ranks: int) -> float:
     return touched - held
 
 
-def memory_bound(m: int, n: int, k: int, ranks: int, words: float) -> float:
-    """Words that a rank with room for ``words`` must move, to leading order."""
-    return 2 * m * n * k / (ranks * math.sqrt(words))
-
-
 def grids(ranks: int) -> Iterator[Grid]:
     """Every way to write P as a product of three."""
     for m in _divisors(ranks):

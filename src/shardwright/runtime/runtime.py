@@ -73,17 +73,6 @@ class Runtime:
             self._buckets[key] = Bins(group, dtype, device, self.arena)
         return self._buckets[key]
 
-    @property
-    def buckets(self) -> tuple[Bins, ...]:
-        """Every bucket, in the order in which they were first asked for."""
-        return tuple(self._buckets.values())
-
-    def flush_buckets(self) -> None:
-        """Until nothing waits in any bucket; what has landed may have added more to another."""
-        while any(bins.busy for bins in self.buckets):
-            for bins in self.buckets:
-                bins.flush()
-
     def storage_mesh(self, axes: tuple[str, ...], base: DeviceMesh | None = None) -> DeviceMesh:
         """The mesh with ``axes`` (in mesh order) joined into its last one, over the same groups.
 

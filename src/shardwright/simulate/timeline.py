@@ -62,11 +62,6 @@ class Timeline:
     spans: tuple[Span, ...]
     at: tuple[float, ...] = ()
 
-    @property
-    def stood(self) -> float:
-        """Seconds in which compute stood still."""
-        return self.seconds - self.compute
-
 
 def timeline(events: Trace | Sequence[Event], machine: Machine, step: int | None = 1) -> Timeline:
     """How long ``step`` of a trace takes on ``machine``.

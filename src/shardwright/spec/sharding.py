@@ -16,9 +16,7 @@ Optimizer states follow the stored shard, so they are split at every level but `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from shardwright.errors import InputError
 
@@ -74,13 +72,3 @@ class Sharding:
     def resident(self) -> bool:
         """Whether W stays gathered between steps."""
         return self.level in ("optimizer", "gradients")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as plain data for a plan file."""
-        data = {field.name: getattr(self, field.name) for field in fields(self)}
-        defaults: Mapping[str, Any] = {field.name: field.default for field in fields(self)}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in data.items()
-            if value != defaults[name]
-        }
