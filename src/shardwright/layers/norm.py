@@ -85,6 +85,22 @@ class _Normalise(torch.autograd.Function):
         return (dx,) + (None,) * 6
 
 
+@dataclass(frozen=True)
+class _Affine:
+    """The weight and bias of one LayerNorm call, and the uses that announce its backward."""
+
+    weight: StoredParameter
+    bias: StoredParameter | None
+    of_weight: Use | None
+    of_bias: Use | None
+
+    def finish(self) -> None:
+        """Ends both uses: this backward reads neither again."""
+        self.weight.finish(self.of_weight)
+        if self.bias is not None:
+            self.bias.finish(self.of_bias)
+
+
 class _LayerNormalise(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -92,33 +108,31 @@ class _LayerNormalise(torch.autograd.Function):
         x: torch.Tensor,
         weight: Any,
         bias: Any,
-        stored: tuple[StoredParameter, StoredParameter | None],
-        uses: tuple[Use | None, Use | None],
+        affine: _Affine,
         eps: float,
     ) -> torch.Tensor:
-        w, b = stored[0].lease(), stored[1].lease() if stored[1] is not None else None
+        w, b = affine.weight.lease(), affine.bias.lease() if affine.bias is not None else None
         y, mean, inverse = torch.native_layer_norm(x, x.shape[-1:], w, b, eps)
-        ctx.stored, ctx.uses = stored, uses
+        ctx.affine = affine
         ctx.save_for_backward(x, mean, inverse)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, mean, inverse = ctx.saved_tensors
-        (weight, bias), (of_weight, of_bias) = ctx.stored, ctx.uses
-        w, b = weight.lease(of_weight), bias.lease(of_bias) if bias is not None else None
+        affine: _Affine = ctx.affine
+        weight, bias = affine.weight, affine.bias
+        w, b = weight.lease(affine.of_weight), bias.lease(affine.of_bias) if bias is not None else None
         wanted = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[2] and b is not None)
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
             grads[0].contiguous(), x, x.shape[-1:], mean, inverse, w, b, wanted
         )
         if wanted[1]:
             weight.deposit(dw)
-        if wanted[2]:
+        if wanted[2] and bias is not None:
             bias.deposit(db)
-        weight.finish(of_weight)
-        if bias is not None:
-            bias.finish(of_bias)
-        return dx, None, None, None, None, None
+        affine.finish()
+        return (dx,) + (None,) * 4
 
 
 class _SplitLayerNormalise(torch.autograd.Function):
@@ -133,24 +147,24 @@ class _SplitLayerNormalise(torch.autograd.Function):
         x: torch.Tensor,
         weight: Any,
         bias: Any,
-        stored: tuple[StoredParameter, StoredParameter | None],
-        uses: tuple[Use | None, Use | None],
+        affine: _Affine,
         eps: float,
         features: Features,
     ) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        pivot, mean, inverse = _statistics(x.to(wide), eps, features, stored[0].name)
-        ctx.stored, ctx.uses, ctx.features = stored, uses, features
+        pivot, mean, inverse = _statistics(x.to(wide), eps, features, affine.weight.name)
+        ctx.affine, ctx.features = affine, features
         ctx.save_for_backward(x, pivot, mean, inverse)
         y = x.sub(pivot).sub_(mean).mul_(inverse)
-        y = y.to(x.dtype).mul_(stored[0].lease())
-        return y if stored[1] is None else y.add_(stored[1].lease())
+        y = y.to(x.dtype).mul_(affine.weight.lease())
+        return y if affine.bias is None else y.add_(affine.bias.lease())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (dy,) = grads
         x, pivot, mean, inverse = ctx.saved_tensors
-        (weight, bias), (of_weight, of_bias) = ctx.stored, ctx.uses
+        affine: _Affine = ctx.affine
+        weight, bias = affine.weight, affine.bias
         unit = x.sub(pivot).sub_(mean).mul_(inverse)
         if ctx.needs_input_grad[1]:
             weight.deposit((dy * unit).flatten(0, -2).sum(0).to(weight.dtype))
@@ -158,15 +172,13 @@ class _SplitLayerNormalise(torch.autograd.Function):
             bias.deposit(dy.flatten(0, -2).sum(0))
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = dy * weight.lease(of_weight).to(inverse.dtype)
+            dx = dy * weight.lease(affine.of_weight).to(inverse.dtype)
             sums = torch.stack([dx.sum(-1, keepdim=True), (dx * unit).sum(-1, keepdim=True)])
             all_reduce(sums, ctx.features.group, weight.name)
             sums.div_(ctx.features.count)
             dx = dx.sub_(sums[0]).sub_(unit.mul_(sums[1])).mul_(inverse).to(x.dtype)
-        weight.finish(of_weight)
-        if bias is not None:
-            bias.finish(of_bias)
-        return (dx,) + (None,) * 6
+        affine.finish()
+        return (dx,) + (None,) * 5
 
 
 def _statistics(
@@ -243,13 +255,15 @@ class GridLayerNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] → w · (x − mean) / sqrt(var + ε) + b, in x's dtype."""
         weight, bias = self.stored
-        uses = (weight.use(x.requires_grad), bias.use(x.requires_grad) if bias is not None else None)
+        of_weight = weight.use(x.requires_grad)
+        of_bias = bias.use(x.requires_grad) if bias is not None else None
+        affine = _Affine(weight, bias, of_weight, of_bias)
         anchors = weight.anchor, bias.anchor if bias is not None else None
         if self.features.group.size > 1:
-            inputs = (x, *anchors, self.stored, uses, self.eps, self.features)
+            inputs = (x, *anchors, affine, self.eps, self.features)
             split: torch.Tensor = _SplitLayerNormalise.apply(*inputs)
             return split
-        y: torch.Tensor = _LayerNormalise.apply(x.contiguous(), *anchors, self.stored, uses, self.eps)
+        y: torch.Tensor = _LayerNormalise.apply(x.contiguous(), *anchors, affine, self.eps)
         return y
 
 

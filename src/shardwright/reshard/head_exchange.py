@@ -38,12 +38,12 @@ class HeadExchange:
 
     def to_heads(self, y: torch.Tensor, rows: int) -> torch.Tensor:
         """y [T_own, heads·unit] of T = ``rows`` → [T, this rank's heads·unit], differentiable."""
-        found: torch.Tensor = _ToHeads.apply(y, rows, self)
+        found: torch.Tensor = _Exchange.apply(y, rows, self, True)
         return found
 
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, this rank's heads·unit] → [T_own, heads·unit], differentiable."""
-        found: torch.Tensor = _ToTokens.apply(x, self.heads * self.unit, self)
+        found: torch.Tensor = _Exchange.apply(x, self.heads * self.unit, self, False)
         return found
 
 
@@ -75,29 +75,26 @@ class HeadGather:
         return [slice(head * self.unit, (head + 1) * self.unit) for head in heads]
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """An all-to-all that splits heads instead of tokens, or tokens instead of heads; each is the other's backward.
+
+    other: what the exchange makes whole again, all rows T on the way to heads, all columns on the way to tokens.
+    """
+
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, rows: int, exchange: HeadExchange) -> torch.Tensor:
-        ctx.width, ctx.exchange = y.shape[1], exchange
-        return rows_to_columns(y, rows, exchange.unit, exchange.group, exchange.name)
+    def forward(ctx: Any, x: torch.Tensor, other: int, exchange: HeadExchange, to_heads: bool) -> torch.Tensor:
+        ctx.other, ctx.exchange, ctx.to_heads = x.shape[1 if to_heads else 0], exchange, to_heads
+        return _exchanged(x, other, exchange, to_heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        exchange = ctx.exchange
-        grad = grads[0].contiguous()
-        return columns_to_rows(grad, ctx.width, exchange.unit, exchange.group, exchange.name), None, None
+        return _exchanged(grads[0], ctx.other, ctx.exchange, not ctx.to_heads), None, None, None
 
 
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, width: int, exchange: HeadExchange) -> torch.Tensor:
-        ctx.rows, ctx.exchange = x.shape[0], exchange
-        return columns_to_rows(x.contiguous(), width, exchange.unit, exchange.group, exchange.name)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        exchange = ctx.exchange
-        return rows_to_columns(grads[0], ctx.rows, exchange.unit, exchange.group, exchange.name), None, None
+def _exchanged(x: torch.Tensor, other: int, exchange: HeadExchange, to_heads: bool) -> torch.Tensor:
+    if to_heads:
+        return rows_to_columns(x, other, exchange.unit, exchange.group, exchange.name)
+    return columns_to_rows(x.contiguous(), other, exchange.unit, exchange.group, exchange.name)
 
 
 class _GatherHeads(torch.autograd.Function):
