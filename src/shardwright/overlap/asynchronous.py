@@ -29,7 +29,7 @@ from shardwright.comm.collectives import AllReduceHandle, all_reduce
 from shardwright.comm.exchange import AllGatherHandle, ReduceScatterHandle
 from shardwright.overlap import blocking, pieces
 from shardwright.overlap.feature_chunks import FeatureChunks
-from shardwright.overlap.pieces import Piece
+from shardwright.overlap.pieces import TokenPiece
 from shardwright.overlap.product import Product
 from shardwright.overlap.ring_collectives import multiply_back, reduced_products
 from shardwright.overlap.work import Backward, Forward
@@ -94,7 +94,7 @@ def backward(work: Backward) -> torch.Tensor | None:
     return dx
 
 
-def cut(product: Product, rows: int) -> list[Piece]:
+def cut(product: Product, rows: int) -> list[TokenPiece]:
     """What travels on gloo: one piece a rank at least. On nccl all that is gathered is there at once."""
     if product.tokens_group.backend == "nccl":
         return blocking.cut(product, rows)
@@ -106,7 +106,7 @@ def reduced(work: Forward) -> list[torch.Tensor]:
     product, x, arrivals = work.product, work.x, None
     if product.resolved.streamed:
         return reduced_products(work, product.resolved.chunks, MODE)
-    own: list[Piece] = []
+    own: list[TokenPiece] = []
     others = blocking.cut(product, work.rows)
     if product.gather_x.size > 1:
         x = blocking.lease_x(product, work.x, work.rows, work.width)

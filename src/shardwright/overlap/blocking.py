@@ -26,7 +26,7 @@ import torch
 
 from shardwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.overlap import pieces
-from shardwright.overlap.pieces import Piece
+from shardwright.overlap.pieces import TokenPiece
 from shardwright.overlap.product import Product
 from shardwright.overlap.work import Backward, Forward
 from shardwright.runtime.reduction import lease_partial, transposed
@@ -76,14 +76,14 @@ def end_inputs(work: Backward, x: torch.Tensor | None) -> None:
         work.product.runtime.arena.end(x)
 
 
-def cut(product: Product, rows: int) -> list[Piece]:
+def cut(product: Product, rows: int) -> list[TokenPiece]:
     """The pieces of tokens that products are cut into; one where the layout states no chunks."""
     if not product.layout.chunks:
         return pieces.whole(rows)
     return pieces.cut_tokens(rows, product.tokens_group, product.layout.chunks)
 
 
-def rows_of(grads: Sequence[torch.Tensor | None], piece: Piece) -> list[torch.Tensor | None]:
+def rows_of(grads: Sequence[torch.Tensor | None], piece: TokenPiece) -> list[torch.Tensor | None]:
     """Those rows of every dY_i."""
     return [None if grad is None else grad[piece.rows] for grad in grads]
 

@@ -18,7 +18,7 @@ import torch
 
 from shardwright.comm.coalesced import CoalescedReduceScatterHandle, Logged
 from shardwright.comm.collectives import all_reduce
-from shardwright.overlap.pieces import Piece, cut_features
+from shardwright.overlap.pieces import TokenPiece, cut_features
 from shardwright.overlap.work import Forward
 from shardwright.runtime.reduction import lease_partial
 
@@ -50,7 +50,7 @@ class FeatureChunks:
         ]
         self._travelling: tuple[CoalescedReduceScatterHandle, FeatureChunk, torch.Tensor] | None = None
 
-    def multiply(self, feature_chunk: FeatureChunk, x: torch.Tensor, piece: Piece) -> None:
+    def multiply(self, feature_chunk: FeatureChunk, x: torch.Tensor, piece: TokenPiece) -> None:
         """The feature chunk's rows of ``piece``, of those rows x [r,K'] of X."""
         weight = self._weights[feature_chunk.index][feature_chunk.columns]
         if feature_chunk.whole is None:

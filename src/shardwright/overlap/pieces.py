@@ -19,7 +19,7 @@ Deposit = Callable[[int, torch.Tensor | None, torch.Tensor | None], None]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenPiece:
     """Rows [start, stop) of the tokens of all ranks; part of the rows that the group's member ``peer`` holds."""
 
     peer: int
@@ -31,7 +31,7 @@ class Piece:
         return slice(self.start, self.stop)
 
 
-def cut_tokens(rows: int, group: AxisGroup, chunks: int) -> list[Piece]:
+def cut_tokens(rows: int, group: AxisGroup, chunks: int) -> list[TokenPiece]:
     """``rows`` tokens over the group in ring order, each rank's part cut into ``chunks``; empty pieces included."""
     found = []
     for sub in range(chunks):
@@ -39,13 +39,13 @@ def cut_tokens(rows: int, group: AxisGroup, chunks: int) -> list[Piece]:
             peer = (group.index - step) % group.size
             low, high = group.bounds(rows, peer)
             start, stop = chunk(high - low, chunks, sub)
-            found.append(Piece(peer, low + start, low + stop))
+            found.append(TokenPiece(peer, low + start, low + stop))
     return found
 
 
-def whole(rows: int) -> list[Piece]:
+def whole(rows: int) -> list[TokenPiece]:
     """All tokens as one piece."""
-    return [Piece(0, 0, rows)]
+    return [TokenPiece(0, 0, rows)]
 
 
 def cut_features(width: int, feature_chunks: int) -> list[slice]:

@@ -23,7 +23,7 @@ import torch
 from shardwright.comm.collectives import all_reduce
 from shardwright.overlap import asynchronous, blocking, pieces
 from shardwright.overlap.feature_chunks import FeatureChunks
-from shardwright.overlap.pieces import Piece
+from shardwright.overlap.pieces import TokenPiece
 from shardwright.overlap.ring_collectives import RingAllGather, RingReduceScatter, multiply_back, reduced_products
 from shardwright.overlap.work import Backward, Forward
 
@@ -54,7 +54,7 @@ def backward(work: Backward) -> torch.Tensor | None:
     work, arriving = asynchronous.gather_dy(work, MODE)
     dx, total, ring_all_gather = None, None, None
 
-    def rows_of(piece: Piece) -> list[torch.Tensor | None]:
+    def rows_of(piece: TokenPiece) -> list[torch.Tensor | None]:
         for arrival in arriving:
             arrival.wait_rows(piece.rows)
         return blocking.rows_of(work.grads, piece)
@@ -64,7 +64,7 @@ def backward(work: Backward) -> torch.Tensor | None:
         start, stop = group.bounds(work.rows)
         dx = work.present[0].new_empty(stop - start, work.width)
 
-        def share(piece: Piece, out: torch.Tensor) -> None:
+        def share(piece: TokenPiece, out: torch.Tensor) -> None:
             pieces.input_gradient(rows_of(piece), weights, out)
 
         total = RingReduceScatter(dx, work.rows, product, group, chunks, MODE, "dX", share)

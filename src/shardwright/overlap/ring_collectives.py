@@ -15,7 +15,7 @@ from shardwright import trace
 from shardwright.comm.exchange import log, pass_along
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.waits import await_work
-from shardwright.overlap.pieces import Piece, cut_tokens, input_gradient
+from shardwright.overlap.pieces import TokenPiece, cut_tokens, input_gradient
 from shardwright.overlap.product import Product
 from shardwright.overlap.work import Backward, Forward
 
@@ -86,7 +86,7 @@ class RingReduceScatter:
         chunks: int,
         mode: str,
         what: str,
-        share: Callable[[Piece, torch.Tensor], None],
+        share: Callable[[TokenPiece, torch.Tensor], None],
     ):
         self.group, self.mode, self.name, self.share = group, mode, product.name, share
         self._arena = product.runtime.arena
@@ -170,7 +170,7 @@ def reduced_products(work: Forward, chunks: int, mode: str) -> list[torch.Tensor
     for weight in weights:
         y = x.new_empty(stop - start, weight.shape[0])
 
-        def share(piece: Piece, out: torch.Tensor, weight: torch.Tensor = weight) -> None:
+        def share(piece: TokenPiece, out: torch.Tensor, weight: torch.Tensor = weight) -> None:
             torch.mm(x[piece.rows], weight.t(), out=out)
 
         total = RingReduceScatter(y, work.rows, product, product.scatter_y, chunks, mode, "Y", share)
@@ -184,7 +184,7 @@ def reduced_products(work: Forward, chunks: int, mode: str) -> list[torch.Tensor
 def multiply_back(
     grads: Sequence[torch.Tensor | None],
     work: Backward,
-    piece: Piece,
+    piece: TokenPiece,
     weights: Sequence[torch.Tensor],
     dx: torch.Tensor | None,
 ) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwright.families.family import Family
 from shardwright.families.table import family_of
-from shardwright.pricing.cut import Piece, cut
+from shardwright.pricing.cut import TracePiece, cut
 from shardwright.simulate.rank_classes import rank_classes
 from shardwright.spec.plan import Plan
 from shardwright.stretching.bucket_period import short_runs
@@ -48,7 +48,7 @@ class Unit:
         ]
         return cls(blocks, copies, sum(parameters), sum(2 * size + COUNT for size in parameters))
 
-    def passing(self, pieces: Sequence[Piece], step: int, phase: str, micro: int) -> list[Piece]:
+    def passing(self, pieces: Sequence[TracePiece], step: int, phase: str, micro: int) -> list[TracePiece]:
         """The unit's pieces in one pass, in order."""
         return [
             piece
@@ -56,7 +56,7 @@ class Unit:
             if piece.block in self.blocks and (piece.step, piece.phase, piece.micro) == (step, phase, micro)
         ]
 
-    def lasting(self, pieces: Sequence[Piece]) -> int:
+    def lasting(self, pieces: Sequence[TracePiece]) -> int:
         """What the first step of the unit leaves for good (weights that stay gathered)."""
         return sum(piece.lasting for piece in pieces if piece.block in self.blocks and piece.step == 1)
 
@@ -83,7 +83,7 @@ class Composed:
         return {"peak": self.peak, "saved": self.saved, "volume": self.sent}
 
 
-def compose(pieces: Sequence[Piece], saved: Sequence[int], units: Sequence[Unit]) -> Composed:
+def compose(pieces: Sequence[TracePiece], saved: Sequence[int], units: Sequence[Unit]) -> Composed:
     """The long model, from the pieces of a short one's two steps and what it saved at each start of a pass backward."""
     peaks = dict.fromkeys(PHASES, 0)
     moments = sum(unit.copies * unit.moments for unit in units)
@@ -108,7 +108,7 @@ def compose(pieces: Sequence[Piece], saved: Sequence[int], units: Sequence[Unit]
     )
 
 
-def _ends(unit: Unit, pieces: Sequence[Piece], index: int) -> bool:
+def _ends(unit: Unit, pieces: Sequence[TracePiece], index: int) -> bool:
     """Whether a pass of the unit ends with this piece."""
     piece = pieces[index]
     if piece.block not in unit.blocks or piece.phase not in ("forward", "backward"):
@@ -116,11 +116,11 @@ def _ends(unit: Unit, pieces: Sequence[Piece], index: int) -> bool:
     return unit.passing(pieces, piece.step, piece.phase, piece.micro)[-1] is piece
 
 
-def _sent(pieces: Sequence[Piece]) -> int:
+def _sent(pieces: Sequence[TracePiece]) -> int:
     return sum(piece.sent for piece in pieces if piece.step == 1)
 
 
-def _more_saved(pieces: Sequence[Piece], units: Sequence[Unit], backward: int) -> int:
+def _more_saved(pieces: Sequence[TracePiece], units: Sequence[Unit], backward: int) -> int:
     """Saved bytes of the blocks that the short trace lacks, at its ``backward``-th pass backward."""
     passes = sorted({(p.step, p.micro) for p in pieces if p.phase == "forward" and p.block is not None})
     step, micro = passes[backward]
@@ -131,7 +131,7 @@ def _more_saved(pieces: Sequence[Piece], units: Sequence[Unit], backward: int) -
 class Short:
     """What a rehearsal of a few blocks shows: its pieces, what each pass backward began with, its runs' units."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TracePiece, ...]
     saved: tuple[int, ...]
     units: tuple[Unit, ...]
 

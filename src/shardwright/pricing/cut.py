@@ -15,7 +15,7 @@ from shardwright.trace import Alloc, Collective, Event, Free, Op, Trace
 
 
 @dataclass(frozen=True)
-class Piece:
+class TracePiece:
     """One piece of a trace.
 
     block: number of the block at work, or None. part: of a block, ``attention`` or ``mlp``. micro: the micro-batch.
@@ -39,7 +39,7 @@ class Piece:
     last: int
 
 
-def cut(trace: Trace, blocks: str, attention: str, first_norm: str) -> list[Piece]:
+def cut(trace: Trace, blocks: str, attention: str, first_norm: str) -> list[TracePiece]:
     """The pieces of ``trace``, in order.
 
     blocks: qualified name of the list of blocks (``model.layers``). attention, first_norm: names in a block; what is
@@ -48,7 +48,7 @@ def cut(trace: Trace, blocks: str, attention: str, first_norm: str) -> list[Piec
     """
     place = re.compile(rf"{re.escape(blocks)}\.(\d+)(?:\.(.*))?$")
     of_attention = re.compile(rf"(?:{re.escape(attention)}|{re.escape(first_norm)})(?:\.|$)")
-    pieces: list[Piece] = []
+    pieces: list[TracePiece] = []
     key: tuple[int, str, int, int | None, str] = (1, "forward", 0, None, "")
     freed = {event.storage: event.step for event in trace.events if isinstance(event, Free)}
     alive = start = most = sent = saved = lasting = first = micro = 0
@@ -62,7 +62,7 @@ def cut(trace: Trace, blocks: str, attention: str, first_norm: str) -> list[Piec
             micro = 0
         then = (event.step, event.phase, micro, block, part)
         if then != key:
-            pieces.append(Piece(*key, start, most, alive, sent, saved, lasting, first, index))
+            pieces.append(TracePiece(*key, start, most, alive, sent, saved, lasting, first, index))
             key, start, most, sent, saved, lasting, first = then, alive, alive, 0, 0, 0, index
         if isinstance(event, Alloc):
             storage = trace.storages[event.storage]
@@ -74,7 +74,7 @@ def cut(trace: Trace, blocks: str, attention: str, first_norm: str) -> list[Piec
             alive -= trace.storages[event.storage].bytes
         elif isinstance(event, Collective):
             sent += event.sent
-    pieces.append(Piece(*key, start, most, alive, sent, saved, lasting, first, len(trace.events)))
+    pieces.append(TracePiece(*key, start, most, alive, sent, saved, lasting, first, len(trace.events)))
     return pieces
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwright.families.family import Family
 from shardwright.pricing.compose import Unit
-from shardwright.pricing.cut import Piece, cut
+from shardwright.pricing.cut import TracePiece, cut
 from shardwright.simulate.machine import Machine
 from shardwright.simulate.timeline import timeline
 from shardwright.solving.solve import BlockOption, FixedCost
@@ -128,7 +128,7 @@ def price(family: Family, config: Any, plan: Plan, machine: Machine, mode: Mode,
 
 
 def _price_of(
-    trace: Trace, pieces: Sequence[Piece], unit: Unit, again: int, machine: Machine, mode: Mode, recompute: str
+    trace: Trace, pieces: Sequence[TracePiece], unit: Unit, again: int, machine: Machine, mode: Mode, recompute: str
 ) -> tuple[Price, float]:
     """(the price of a unit of blocks, seconds of the whole step).
 
@@ -174,7 +174,7 @@ def _at(at: Sequence[float], end: float, index: int) -> float:
     return at[index] if index < len(at) else end
 
 
-def _passages(pieces: Sequence[Piece], seconds: Mapping[int, float]) -> tuple[Passage, ...]:
+def _passages(pieces: Sequence[TracePiece], seconds: Mapping[int, float]) -> tuple[Passage, ...]:
     """Pieces as passages; neighbours of one part are one."""
     found: list[Passage] = []
     for piece in pieces:
@@ -191,7 +191,7 @@ def _passages(pieces: Sequence[Piece], seconds: Mapping[int, float]) -> tuple[Pa
     return tuple(found)
 
 
-def _fixed_cost(pieces: Sequence[Piece], option: BlockOption, units: int, seconds: float) -> FixedCost:
+def _fixed_cost(pieces: Sequence[TracePiece], option: BlockOption, units: int, seconds: float) -> FixedCost:
     """What is not the blocks': levels of the last micro-batch less what ``units`` blocks hold there."""
     last = max(piece.micro for piece in pieces if piece.step == 2)
     micro = [piece for piece in pieces if piece.step == 2 and (piece.micro == last or piece.phase == "step")]

@@ -37,7 +37,7 @@ class RankClass:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _HeldPart:
     """What ranks hold of ``length``, cut by ``axes`` one after the other, then by ``over`` as one axis.
 
     each: how much one of ``length`` is, for the second cut. ordered: where ranks hold unlike pieces, a rank's place
@@ -56,10 +56,10 @@ class _Piece:
         group = here.group(self.over)
         return (group.joined() if self.joined else group).part(here.cut(self.length, self.axes) * self.each)
 
-    def stages(self, order: Sequence[str]) -> Iterator[_Piece]:
+    def stages(self, order: Sequence[str]) -> Iterator[_HeldPart]:
         """What is left after each axis, in the mesh's order, and the piece itself: a group holds the one before."""
         axes = [axis for axis in order if axis in self.axes]
-        yield from (_Piece(self.length, tuple(axes[:stop]), ordered=self.ordered) for stop in range(1, len(axes)))
+        yield from (_HeldPart(self.length, tuple(axes[:stop]), ordered=self.ordered) for stop in range(1, len(axes)))
         yield replace(self, over=())
         yield self
 
@@ -85,7 +85,7 @@ Teller = tuple[tuple[int, ...], dict[tuple[int, ...], int]]
 """(positions of axes in the mesh, places on these axes → what tells ranks apart)."""
 
 
-def _teller(piece: _Piece, plan: Plan) -> Iterator[Teller]:
+def _teller(piece: _HeldPart, plan: Plan) -> Iterator[Teller]:
     """What tells ranks apart by a piece; nothing where all hold as much."""
     order = list(plan.mesh)
     axes = [axis for axis in order if axis in piece.axes + piece.over]
@@ -98,11 +98,11 @@ def _teller(piece: _Piece, plan: Plan) -> Iterator[Teller]:
         yield tuple(order.index(axis) for axis in axes), told
 
 
-def _pieces(config: Any, plan: Plan) -> Iterator[_Piece]:
+def _pieces(config: Any, plan: Plan) -> Iterator[_HeldPart]:
     """Everything that is cut, each way of cutting once."""
     if not has_rule(config):
         rows = {parameter.shape[0] for parameter in build_meta(config).parameters() if parameter.shape}
-        yield _Piece(plan.batch, plan.data_axes)
+        yield _HeldPart(plan.batch, plan.data_axes)
         yield from _stored({(length, (), 1) for length in rows}, {plan.data_axes, *_storing(plan)})
         return
     family = family_of(config)
@@ -132,15 +132,15 @@ def _storing(plan: Plan) -> set[tuple[str, ...]]:
     return {(axes,) if isinstance(axes, str) else tuple(axes) for axes in found}
 
 
-def _activations(site: Site, layout: GridLayout, plan: Plan) -> Iterator[_Piece]:
+def _activations(site: Site, layout: GridLayout, plan: Plan) -> Iterator[_HeldPart]:
     """Sequences, tokens and features of X and Y."""
     for token_axes in (layout.input_token_axes, layout.output_token_axes):
         others = tuple(axis for axis in token_axes if axis not in layout.m)
-        yield _Piece(plan.batch, layout.m, others, each=plan.sequence, joined=False, ordered=others != ())
-    yield _Piece(site.k, layout.input_feature_axes, ordered=layout.input_feature_axes != layout.k)
+        yield _HeldPart(plan.batch, layout.m, others, each=plan.sequence, joined=False, ordered=others != ())
+    yield _HeldPart(site.k, layout.input_feature_axes, ordered=layout.input_feature_axes != layout.k)
     for linear in site.linears:
         axes = layout.output_feature_axes
-        yield _Piece(linear.n // linear.groups, axes, ordered=axes != layout.n)
+        yield _HeldPart(linear.n // linear.groups, axes, ordered=axes != layout.n)
 
 
 Dimension = tuple[int, tuple[str, ...], int]
@@ -154,7 +154,7 @@ def _features(linear: Linear, layout: GridLayout, plan: Plan) -> Dimension:
     return linear.n // linear.groups, layout.n, linear.groups
 
 
-def _stored(cuts: set[Dimension], over: set[tuple[str, ...]]) -> Iterator[_Piece]:
+def _stored(cuts: set[Dimension], over: set[tuple[str, ...]]) -> Iterator[_HeldPart]:
     """Dimensions of parameters, and their rows where storage is split."""
     for length, axes, each in cuts:
-        yield from (_Piece(length, axes, split, each) for split in {(), *over} if not {*axes} & {*split})
+        yield from (_HeldPart(length, axes, split, each) for split in {(), *over} if not {*axes} & {*split})

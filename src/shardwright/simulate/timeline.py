@@ -81,7 +81,7 @@ class _Operation:
     event: Collective
     begins: int
     waits: int = 0
-    pieces: list[_Piece] = field(default_factory=list)
+    pieces: list[_Transfer] = field(default_factory=list)
     launched: int = 0
     waited: int = 0
 
@@ -104,7 +104,7 @@ class _Operation:
 
 
 @dataclass(eq=False)
-class _Piece:
+class _Transfer:
     """A part of a collective. left: seconds that it still takes alone; slow: how many times as long beside compute;
     link: the kind of link that it loads.
     """
@@ -127,7 +127,7 @@ class _Clock:
     def __init__(self, machine: Machine):
         self._machine = machine
         self._now = self._compute = 0.0
-        self._under_way: list[_Piece] = []
+        self._under_way: list[_Transfer] = []
         self._busy: dict[str, float] = {}
         self._exposed: dict[str, float] = {}
         self._phases: dict[str, float] = {}
@@ -169,7 +169,7 @@ class _Clock:
         messages = 1 if operation.leaves_at_once(self._machine.backend) else count
         seconds = takes(event.kind, event.axes, event.size, event.sent, messages)
         slow, link = self._machine.beside(event.kind, event.axes), self._machine.link(event.axes)
-        operation.pieces = [_Piece(operation, seconds / count, slow, link) for _ in range(count)]
+        operation.pieces = [_Transfer(operation, seconds / count, slow, link) for _ in range(count)]
 
     def _launch(self, operation: _Operation) -> None:
         """As many pieces as may be under way beyond those that were waited for."""
@@ -199,7 +199,7 @@ class _Clock:
                 self._launch(operation)
         self._await(list(self._under_way))
 
-    def _await(self, pieces: Iterable[_Piece]) -> None:
+    def _await(self, pieces: Iterable[_Transfer]) -> None:
         """Compute stands until these are done."""
         for piece in pieces:
             while not piece.done:
@@ -209,7 +209,7 @@ class _Clock:
                 for axis in piece.axes:
                     self._exposed[axis] += self._now - before
 
-    def _moving(self) -> list[_Piece]:
+    def _moving(self) -> list[_Transfer]:
         """The pieces at the head of all their streams."""
         taken = set[str]()
         heads = []
@@ -246,7 +246,7 @@ class _Clock:
                 break
         self._now += seconds
 
-    def _end(self, piece: _Piece) -> None:
+    def _end(self, piece: _Transfer) -> None:
         piece.done, piece.left = True, 0.0
         self._under_way.remove(piece)
         assert piece.start is not None
@@ -255,7 +255,7 @@ class _Clock:
             self._spans += [Span(axis, event.kind, event.module, piece.start, self._now) for axis in event.axes]
 
 
-def _seconds(piece: _Piece, moving: Sequence[_Piece]) -> float:
+def _seconds(piece: _Transfer, moving: Sequence[_Transfer]) -> float:
     """That ``piece`` still takes while all of ``moving`` are under way."""
     return piece.left * sum(each.link == piece.link for each in moving)
 
