@@ -8,7 +8,7 @@ third-party package.
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
+_HOMES = {  # public name → the file that defines it (":" and the name there, where it is another)
     "GradientBucket": "shardwright.runtime.bucket",
     "GridLayout": "shardwright.spec.layout",
     "GridLinear": "shardwright.linear.grid_linear",
@@ -31,6 +31,20 @@ _HOMES = {
     "grad_norm": "shardwright.step.clipping",
     "TrainStep": "shardwright.step.train_step",
     "VocabParallelLoss": "shardwright.layers.loss",
+    "FusedAdamW": "shardwright.step.train_step",
+    "Machine": "shardwright.simulate.machine",
+    "Timeline": "shardwright.simulate.timeline",
+    "timeline": "shardwright.simulate.timeline",
+    "certify": "shardwright.certificate.certify",
+    "Certificate": "shardwright.certificate.certify",
+    "Uncertified": "shardwright.certificate.certify",
+    "InFlightError": "shardwright.params.schedule",
+    "RunState": "shardwright.checkpoint.manifest",
+    "save_checkpoint": "shardwright.checkpoint.training_state:save",
+    "load_checkpoint": "shardwright.checkpoint.training_state:load",
+    "latest_checkpoint": "shardwright.checkpoint.training_state:latest",
+    "save_pretrained": "shardwright.checkpoint.export",
+    "from_safetensors": "shardwright.checkpoint.pretrained",
     "InputError": "shardwright.errors",
     "DoesNotFit": "shardwright.errors",
 }
@@ -42,7 +56,8 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(import_module(module), attribute or name)
 
 
 def __dir__() -> list[str]:
