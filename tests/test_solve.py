@@ -96,7 +96,7 @@ def check(
         )
         assert found.peak <= budget
         assert found.bound <= found.seconds
-        assert found.gap == pytest.approx(0, abs=1e-9)
+        assert found.bound == pytest.approx(found.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("part", range(4))

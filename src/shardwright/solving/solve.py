@@ -1,11 +1,11 @@
-"""The fastest mix of equal blocks under a memory budget: an integer program, solved to the optimum.
+"""The fastest mix of equal blocks under a memory limit: an integer program, solved to the optimum.
 
 A model is a frame (embedding, norms, head, loss, optimizer step) around L blocks. Each block takes one of K ways, and
 blocks that go the same way stand together, in the order of the ways. x_k blocks go way k:
 
     least   T₀ + Σ t_k·x_k          with  Σ x_k = L
 
-What is alive at the worst moments must stay within the budget B, where R₀ and r_k are alive all the time, a forward of
+What is alive at the worst moments must stay within the memory limit M, where R₀ and r_k are alive all the time, a forward of
 a block adds f_k and needs F_k at most, its backward adds b_k (a gradient less what was saved) and needs G_k at most:
 
 | moment                          | alive                                                                        |
@@ -23,8 +23,6 @@ Every line is linear in x, and one for run k counts only where x_k > 0: a binary
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,11 +68,6 @@ class Assignment:
     bound: float
     peak: int
 
-    @property
-    def gap(self) -> float:
-        """(seconds − bound) / seconds."""
-        return max(0.0, (self.seconds - self.bound) / self.seconds) if self.seconds else 0.0
-
 
 def seconds_of(fixed_cost: FixedCost, options: Sequence[BlockOption], counts: Sequence[int]) -> float:
     """The objective of a mix."""
@@ -98,38 +91,26 @@ def peak_of(fixed_cost: FixedCost, options: Sequence[BlockOption], counts: Seque
     return max(*moments, alive + fixed_cost.after_top)
 
 
-def fastest(fixed_cost: FixedCost, options: Sequence[BlockOption], blocks: int, budget: int) -> Assignment | None:
-    """The fastest mix of ``blocks`` blocks within ``budget`` bytes; None where there is none."""
-    program = _Program(fixed_cost, options, blocks)
-    program.within(budget)
-    return program.solve([option.seconds for option in options], 0.0, fixed_cost.seconds)
+def fastest(fixed_cost: FixedCost, options: Sequence[BlockOption], blocks: int, memory: int) -> Assignment | None:
+    """The fastest mix of ``blocks`` blocks within ``memory`` bytes; None where there is none."""
+    return Program(fixed_cost, options, blocks).fastest(memory)
 
 
 def leanest(fixed_cost: FixedCost, options: Sequence[BlockOption], blocks: int) -> Assignment:
     """The mix that needs least memory (its ``peak``)."""
-    program = _Program(fixed_cost, options, blocks)
-    program.within(None)
-    costs = [option.seconds for option in options]
-    found = program.solve([0.0] * len(options), 1.0, 0.0)
-    assert found is not None  # without a budget every mix is allowed
-    while True:  # the solver weighs peaks by its tolerance, a budget is kept to the byte
-        program.within(found.peak - 1)
-        leaner = program.solve(costs, 0.0, fixed_cost.seconds)
-        if leaner is None:
-            break
-        found = leaner
-    seconds = seconds_of(fixed_cost, options, found.counts)
-    return Assignment(found.counts, seconds, seconds, found.peak)
+    return Program(fixed_cost, options, blocks).leanest()
 
 
-class _Program:
-    """Columns x_1…x_K (integers), y_1…y_K (0 or 1), and, without a budget, the peak z.
+class Program:
+    """The integer program of some options: HiGHS's model is built once, a solve changes its bounds and costs.
+
+    Columns x_1…x_K (integers), y_1…y_K (0 or 1), and, without a memory limit, the peak z.
 
     The solver takes what is within its tolerance for equal. So bytes are counted in units of which the largest sum has
     some thousand, where the tolerance is below a byte and rounding far below it, and costs in units of which the
-    dearest way has a thousand; and a mix that is over the budget after all, by a byte, is forbidden by name.
+    dearest way has a thousand; and a mix that is over the limit after all, by a byte, is forbidden by name.
 
-    No start is given, which would save nothing of some milliseconds: from one HiGHS 1.16 ends where it began, now and
+    No start is given, and what the solve before left is cleared: from a start HiGHS 1.16 ends where it began, now and
     then, if its presolve is on, and with presolve off its cuts at these tolerances have taken the fastest mix away.
     """
 
@@ -140,7 +121,25 @@ class _Program:
     def __init__(self, fixed_cost: FixedCost, options: Sequence[BlockOption], blocks: int):
         self.fixed_cost, self.options, self.blocks = fixed_cost, options, blocks
         self._rows: list[tuple[list[float], list[float], float]] = []  # coefficients of x and y, constant
+        self._models: dict[tuple[float, bool], _Solver] = {}  # by the unit of bytes, and whether memory is limited
+        self.within(None)
         self._lines()
+
+    def fastest(self, memory: int) -> Assignment | None:
+        """The fastest mix within ``memory`` bytes; None where there is none."""
+        self.within(memory)
+        return self.solve([option.seconds for option in self.options], 0.0, self.fixed_cost.seconds)
+
+    def leanest(self) -> Assignment:
+        """The mix that needs least memory (its ``peak``)."""
+        self.within(None)
+        found = self.solve([0.0] * len(self.options), 1.0, 0.0)
+        assert found is not None  # without a memory limit every mix is allowed
+        # the solver weighs peaks by its tolerance, a memory limit is kept to the byte
+        while (leaner := self.fastest(found.peak - 1)) is not None:
+            found = leaner
+        seconds = seconds_of(self.fixed_cost, self.options, found.counts)
+        return Assignment(found.counts, seconds, seconds, found.peak)
 
     def _lines(self) -> None:
         fixed_cost, options, each = self.fixed_cost, self.options, range(len(self.options))
@@ -170,9 +169,9 @@ class _Program:
             y[k], constant = most, constant - most
         self._rows.append((x, y, constant))
 
-    def within(self, budget: int | None) -> None:
-        """What is alive at every moment is at most the budget; None: at most z."""
-        self.budget = budget
+    def within(self, memory: int | None) -> None:
+        """What is alive at every moment is at most ``memory`` bytes; None: at most z."""
+        self.memory = memory
 
     def solve(self, costs: Sequence[float], peak_cost: float, constant: float) -> Assignment | None:
         """Least Σ costs·x + peak_cost·z."""
@@ -185,7 +184,7 @@ class _Program:
                 return None
             counts = tuple(round(value) for value in model.getSolution().col_value[: len(self.options)])
             peak = peak_of(self.fixed_cost, self.options, counts)
-            if self.budget is None or peak <= self.budget:
+            if self.memory is None or peak <= self.memory:
                 break
             self._forbid(model, counts)
         seconds, info = seconds_of(self.fixed_cost, self.options, counts), model.getInfo()
@@ -194,37 +193,50 @@ class _Program:
             bound = min(seconds, constant + float(info.mip_dual_bound) / scaled)
         return Assignment(counts, seconds, bound, peak)
 
-    def _model(self, costs: Sequence[float], peak_cost: float) -> highspy.Highs:
+    def _model(self, costs: Sequence[float], peak_cost: float) -> _Solver:
+        """The model with these costs, and with the bounds of the memory limit."""
+        count, limited = len(self.options), self.memory is not None
+        memory = float(self.memory or 0)
+        unit = self._unit(memory)
+        if (unit, limited) not in self._models:
+            self._models[unit, limited] = self._built(unit, limited)
+        model = self._models[unit, limited]
+        model.restore()
+        for k, cost in enumerate(costs):
+            model.changeColCost(k, cost)
+        if not limited:
+            model.changeColCost(2 * count, peak_cost)
+        for number, (_, _, alive) in enumerate(self._rows, start=1 + count):
+            model.changeRowBounds(number, -highspy.kHighsInf, (memory - alive) * unit)
+        return model
+
+    def _built(self, unit: float, limited: bool) -> _Solver:
+        """The model without costs. Its rows: all blocks, each x_k against its y_k, then what is alive."""
         count, infinite = len(self.options), highspy.kHighsInf
-        model = _silent_solver()
-        options = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "threads": 1, "small_matrix_value": 1e-12}
-        kinds = ("mip_feasibility", "primal_feasibility", "dual_feasibility")
-        for name, value in (options | {f"{kind}_tolerance": self.TOLERANCE for kind in kinds}).items():
-            model.setOptionValue(name, value)
-        for cost in costs:
-            _column(model, cost, self.blocks)
+        model = _Solver(self.TOLERANCE)
+        for _ in range(count):
+            _column(model, 0.0, self.blocks)
         for _ in range(count):
             _column(model, 0.0, 1)
-        if self.budget is None:
-            model.addCol(peak_cost, -infinite, infinite, 0, np.array([], dtype=np.int32), np.array([]))
+        if not limited:
+            model.addCol(0.0, -infinite, infinite, 0, np.array([], dtype=np.int32), np.array([]))
         _row(model, dict.fromkeys(range(count), 1.0), float(self.blocks), float(self.blocks))
         for k in range(count):
             _row(model, {k: 1.0, count + k: -float(self.blocks)}, -infinite, 0.0)
-        room = 0.0 if self.budget is None else float(self.budget)
-        unit = self._unit(room)
-        for x, y, alive in self._rows:
+        for x, y, _ in self._rows:
             entries = {k: value * unit for k, value in enumerate([*x, *y]) if value}
-            if self.budget is None:
+            if not limited:
                 entries[2 * count] = -1.0
-            _row(model, entries, -infinite, (room - alive) * unit)
+            _row(model, entries, -infinite, infinite)
+        model.built()
         return model
 
-    def _unit(self, room: float) -> float:
+    def _unit(self, memory: float) -> float:
         """A power of two."""
-        largest = max(room, *(abs(alive) for _, _, alive in self._rows))
+        largest = max(memory, *(abs(alive) for _, _, alive in self._rows))
         return 2.0 ** min(0, self.LARGEST_BITS - int(largest).bit_length())
 
-    def _forbid(self, model: highspy.Highs, counts: Sequence[int]) -> None:
+    def _forbid(self, model: _Solver, counts: Sequence[int]) -> None:
         """Any other mix has more blocks of some way: one of these columns, each of which says so of a way, is 1."""
         first = model.getNumCol()
         for k, count in enumerate(counts):
@@ -233,26 +245,38 @@ class _Program:
         _row(model, dict.fromkeys(range(first, first + len(counts)), 1.0), 1.0, highspy.kHighsInf)
 
 
-def _silent_solver() -> highspy.Highs:
-    """A solver. Its constructor greets on standard output, whatever its options, where a command writes its answer."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        try:
-            model = highspy.Highs()
-            model.silent()
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
-    return model
+class _Solver(highspy.Highs):  # type: ignore[misc]
+    """HiGHS without a word on standard output, where a command writes its answer."""
+
+    def __init__(self, tolerance: float):
+        super(highspy.Highs, self).__init__()  # Highs's own sets callbacks up, and HiGHS greets before it has options
+        kinds = ("mip_feasibility", "primal_feasibility", "dual_feasibility")
+        options = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "threads": 1, "small_matrix_value": 1e-12}
+        options |= {f"{kind}_tolerance": tolerance for kind in kinds}
+        for name, value in ({"output_flag": False} | options).items():
+            self.setOptionValue(name, value)
+        self._columns = self._lines = 0
+
+    def built(self) -> None:
+        """What was added so far is the model; what comes later, `restore` takes away."""
+        self._columns, self._lines = self.getNumCol(), self.getNumRow()
+
+    def restore(self) -> None:
+        """The model as it was built, and nothing of an earlier solve."""
+        for first, last, delete in (
+            (self._lines, self.getNumRow(), self.deleteRows),
+            (self._columns, self.getNumCol(), self.deleteCols),
+        ):
+            if last > first:
+                delete(last - first, np.arange(first, last, dtype=np.int32))
+        self.clearSolver()
 
 
-def _column(model: highspy.Highs, cost: float, most: int) -> None:
+def _column(model: _Solver, cost: float, most: int) -> None:
     """A whole number from 0 to ``most``."""
     model.addCol(cost, 0.0, float(most), 0, np.array([], dtype=np.int32), np.array([]))
     model.changeColIntegrality(model.getNumCol() - 1, highspy.HighsVarType.kInteger)
 
 
-def _row(model: highspy.Highs, entries: dict[int, float], low: float, high: float) -> None:
+def _row(model: _Solver, entries: dict[int, float], low: float, high: float) -> None:
     model.addRow(low, high, len(entries), np.array(list(entries), dtype=np.int32), np.array(list(entries.values())))
