@@ -81,7 +81,7 @@ def test_points_closer_than_a_share_are_one():
 
 def test_what_was_not_priced_has_no_point():
     assert curve([Candidate(STRUCTURE, FormulaBound(1.0, 1, 0, 0.0, 0.0))]) == ()
-    assert curve([candidate(0)], most=0) == ()
+    assert curve([candidate(0)], memory=0) == ()
 
 
 def test_knobs_are_ranked_by_what_a_millisecond_buys():

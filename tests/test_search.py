@@ -1,4 +1,4 @@
-"""The search: certified, exact by its own model, monotone in the budget, and led by the network (ACCEPTANCE E2–E6)."""
+"""The search: certified, exact by its own model, monotone in memory, and led by the network (ACCEPTANCE E2–E6)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class FormulaBound:
         """Seconds that a likely plan takes."""
         return self.seconds + self.beyond + self.recomputed
 
-    def above(self, rehearsed_bound: RehearsedBound, accumulation: int, budget: int) -> FormulaBound:
+    def above(self, rehearsed_bound: RehearsedBound, accumulation: int, memory: int) -> FormulaBound:
         """The limits, now that a rehearsal told what units of blocks take and save.
 
         What is alive when backward begins: ``memory``, and what the blocks save beyond their inputs that are not
@@ -50,7 +50,7 @@ class FormulaBound:
         """
         units = rehearsed_bound.units
         more = rehearsed_bound.saved // accumulation - self.inputs // units
-        lacking = self.memory + units * more - budget
+        lacking = self.memory + units * more - memory
         recomputed = min(units, -(-lacking // more)) if more > 0 and lacking > 0 else 0
         return replace(
             self,
@@ -129,11 +129,12 @@ def formula_bound(
     machine: Machine,
     dtype: str,
     stored: str,
-    budget: int,
+    memory: int,
 ) -> FormulaBound:
     """The limits of a structure.
 
-    sites: as for ``split_of``. sizes: site → parameters of it that no other site has. budget: bytes.
+    sites: as for ``split_of``. sizes: site → parameters of it that no other site has. memory: bytes that
+    a device may hold.
     """
     element = ITEMSIZE[dtype]
     products, features = split.products * structure.accumulation, split.features * structure.accumulation
@@ -141,10 +142,10 @@ def formula_bound(
     tokens = _tokens(structure, parameters // structure.tensor * element, machine)
     most = max([products, tokens, *(seconds * structure.accumulation for seconds in split.busy.values())])
     inputs = blocks * _tokens_of(structure, sites) * sites[-1].k * element
-    memory = _stored(structure, parameters, element, ITEMSIZE[stored]) + inputs
+    needed = _stored(structure, parameters, element, ITEMSIZE[stored]) + inputs
     saved = blocks * _saved(structure, sites, element)
-    recomputed = min(1.0, max(0.0, memory + saved - budget) / saved) if saved else 0.0
-    return FormulaBound(most, memory, inputs, features + max(0.0, tokens - products), recomputed * products / 3)
+    recomputed = min(1.0, max(0.0, needed + saved - memory) / saved) if saved else 0.0
+    return FormulaBound(most, needed, inputs, features + max(0.0, tokens - products), recomputed * products / 3)
 
 
 def _tokens(structure: Structure, whole: int, machine: Machine) -> float:

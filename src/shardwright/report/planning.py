@@ -23,7 +23,7 @@ def headline(found: Found) -> list[str]:
     plan, problem = found.plan, found.problem
     tokens = problem.batch * problem.base.sequence
     assert plan.objective is not None and plan.gap is not None and plan.predicted is not None
-    peak, room = found.certificate.peak_bytes, problem.memory
+    peak, memory = found.certificate.peak_bytes, problem.memory
     speed = tokens / plan.objective / problem.devices
     priced, left = len(found.looked_at), len(found.left)
     lines = [
@@ -31,7 +31,7 @@ def headline(found: Found) -> list[str]:
         f"blocks      {told(found.candidate, found.assignment)}",
         f"step        {_ms(plan.objective)} for {tokens:,} tokens: {speed:,.0f} tokens/s a device",
         f"timeline    {_ms(plan.predicted.time or 0.0)} of the certified rehearsal, by the same model of the machine",
-        f"peak        {format_bytes(peak)} ({peak:,} bytes), {format_bytes(room - peak)} below the budget",
+        f"peak        {format_bytes(peak)} ({peak:,} bytes), {format_bytes(memory - peak)} below the memory limit",
         f"bound       {_ms(found.bound)}: no plan of the space is faster by the model; gap {plan.gap:.1%}",
         f"looked at   {priced} structures priced, {left} left with a bound, in {plan.solve_time or 0.0:.0f} s",
         "certified   composed and rehearsed peak, saved bytes and volume are equal; collectives agree on all ranks",
@@ -62,7 +62,7 @@ def candidates_json(found: Found) -> list[dict[str, Any]]:
             why = f"{_ms(each.assignment.seconds - found.assignment.seconds)} slower"
         elif each.lean is not None:
             over = each.lean.peak - found.problem.memory
-            why = f"needs {format_bytes(each.lean.peak)} at least, {format_bytes(over)} over the budget"
+            why = f"needs {format_bytes(each.lean.peak)} at least, {format_bytes(over)} over the memory limit"
             if over <= 0:
                 why = "its blocks fit, but not where unlike ones meet"
         else:
@@ -169,10 +169,10 @@ def _point(point: Point) -> dict[str, Any]:
     return {"peak": point.peak, "seconds": point.seconds, "structure": point.structure, "blocks": point.blocks}
 
 
-def curve_svg(points: tuple[Point, ...], budget: int, chosen: Point) -> str:
-    """The curve as a picture: GiB to the right, milliseconds upward; the budget is a line, the plan a ring."""
+def curve_svg(points: tuple[Point, ...], memory: int, chosen: Point) -> str:
+    """The curve as a picture: GiB to the right, milliseconds upward; the memory limit is a line, the plan a ring."""
     width, height, left, bottom = 720, 360, 70, 50
-    gib = [point.peak / 2**30 for point in points] + [budget / 2**30]
+    gib = [point.peak / 2**30 for point in points] + [memory / 2**30]
     ms = [point.seconds * 1e3 for point in points]
     x0, x1, y0, y1 = min(gib) * 0.95, max(gib) * 1.05, min(ms) * 0.97, max(ms) * 1.03
 
@@ -187,7 +187,7 @@ def curve_svg(points: tuple[Point, ...], budget: int, chosen: Point) -> str:
         for point in points
         for x, y in (at(point.peak, point.seconds),)
     )
-    bx, _ = at(budget, points[0].seconds)
+    bx, _ = at(memory, points[0].seconds)
     cx, cy = at(chosen.peak, chosen.seconds)
     labels = "".join(
         f'<text x="{at(tick * 2**30, 0)[0]}" y="{height - bottom + 18}" text-anchor="middle">{tick:g}</text>'
@@ -202,7 +202,7 @@ def curve_svg(points: tuple[Point, ...], budget: int, chosen: Point) -> str:
         f'<rect width="{width}" height="{height}" fill="white"/>'
         f'<path d="M{left},20V{height - bottom}H{width - 20}" fill="none" stroke="black"/>'
         f'<line x1="{bx}" y1="20" x2="{bx}" y2="{height - bottom}" stroke="#aa3333" stroke-dasharray="4 3"/>'
-        f'<text x="{bx - 4}" y="32" text-anchor="end" fill="#aa3333">budget</text>'
+        f'<text x="{bx - 4}" y="32" text-anchor="end" fill="#aa3333">memory limit</text>'
         f'<polyline points="{line}" fill="none" stroke="#3366aa"/>{dots}'
         f'<circle cx="{cx}" cy="{cy}" r="6" fill="none" stroke="#aa3333" stroke-width="2"/>'
         f'{labels}<text x="{width / 2}" y="{height - 10}" text-anchor="middle">peak of a device, GiB</text>'

@@ -19,7 +19,7 @@ def headline(found: FoundUnsplit) -> list[str]:
         f"plan        data={plan.mesh['data']}, {best.option.name}; linears unsplit, since the model has no rule table",
         f"step        {best.seconds * 1e3:,.4g} ms for {tokens:,} tokens: {speed:,.0f} tokens/s a device",
         f"peak        {format_bytes(best.peak)} ({best.peak:,} bytes), "
-        f"{format_bytes(ask.memory - best.peak)} below the budget",
+        f"{format_bytes(ask.memory - best.peak)} below the memory limit",
         "bound       none: grids are not searched without a rule table",
         f"looked at   {len(found.looked_at)} ways, each rehearsed in full, in {plan.solve_time or 0.0:.0f} s",
     ]
@@ -55,5 +55,5 @@ def _why_not(found: FoundUnsplit, each: Rehearsed) -> str:
     if each is found.best:
         return "this is the plan"
     if each.peak > found.asked.memory:
-        return f"{format_bytes(each.peak - found.asked.memory)} over the budget"
+        return f"{format_bytes(each.peak - found.asked.memory)} over the memory limit"
     return f"{each.seconds / found.best.seconds - 1:.1%} slower"

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from shardwright.errors import InputError
 from shardwright.pricing.formula_bounds import FormulaBound
 from shardwright.pricing.price import Price, Priced, price
-from shardwright.solving.solve import Assignment, BlockOption, FixedCost, fastest, leanest
+from shardwright.solving.solve import Assignment, BlockOption, FixedCost, Program, fastest
 from shardwright.space.problem import Choice, Problem
 from shardwright.space.space import Mode, Structure
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A structure, what its formulas promise, and, once it was looked at: prices, frame, ways and their choices.
+    """A structure, its bounds by formulas, and, once it was looked at: prices, fixed cost, options, their choices.
 
-    mix: the fastest within the budget, or None. lean: the one that needs least memory. tried: modes that were priced
-    (or refused).
+    assignment: the fastest within the memory limit, or None. lean: the one that needs least memory. tried: modes that
+    were priced (or refused).
     """
 
     structure: Structure
@@ -46,8 +46,8 @@ class Candidate:
 
     @property
     def bound(self) -> float:
-        """Seconds that no plan of the structure within the budget beats, by its prices, or where some are not known by
-        its limits.
+        """Seconds that no plan of the structure within the memory limit beats, by its prices, or where some are not
+        known by its formulas.
         """
         return (
             self.formula_bound.seconds
@@ -65,11 +65,11 @@ class Candidate:
             for _ in range(count * self.period)
         ]
 
-    def within(self, budget: int) -> Assignment | None:
-        """The fastest mix of this structure within ``budget`` bytes."""
+    def within(self, memory: int) -> Assignment | None:
+        """The fastest mix of this structure within ``memory`` bytes."""
         if self.fixed_cost is None:
             return None
-        return fastest(self.fixed_cost, self.options, self.units, budget)
+        return fastest(self.fixed_cost, self.options, self.units, memory)
 
 
 def told(candidate: Candidate, assignment: Assignment) -> str:
@@ -133,7 +133,8 @@ def _solved(problem: Problem, candidate: Candidate, modes: Sequence[Mode], new: 
     named = list(_options([_around(each, fixed_cost, units) for each in prices], structure))
     options = tuple(option for option, _ in named)
     choices = tuple(choice for _, choice in named)
-    assignment, lean = fastest(fixed_cost, options, units, problem.memory), leanest(fixed_cost, options, units)
+    program = Program(fixed_cost, options, units)
+    assignment, lean = program.fastest(problem.memory), program.leanest()
     return Candidate(
         structure, candidate.formula_bound, prices, fixed_cost, options, choices, units, period, assignment, lean, tried
     )

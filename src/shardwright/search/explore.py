@@ -2,7 +2,7 @@
 
 for each structure, most promising first:
     leave it out if its limits say that no plan of it fits, or beats the best one found
-    price it in one mode, and solve for the fastest mix within the budget
+    price it in one mode, and solve for the fastest mix within the memory limit
 then, in what is left of the time, price those that could still win in all their modes, fastest first
 at last, look beside the best one: more chunks, other units in flight, another order of the axes, other grids
 """
@@ -105,7 +105,7 @@ def explore(
     """(candidates that were priced, those that were neither priced nor ruled out)."""
     fitting = [each for each in candidates if each.formula_bound.memory <= problem.memory]
     chosen = fitting or sorted(candidates, key=lambda each: (not each.structure.plain, each.formula_bound.memory))[:2]
-    tell(f"{len(candidates)} structures, {len(fitting)} of them within the budget by their parameters")
+    tell(f"{len(candidates)} structures, {len(fitting)} of them within the memory limit by their parameters")
     now = time.monotonic()
     chosen = _with_rehearsed_bounds(problem, chosen, pool, now + 0.5 * (until - now), tell)
     looked_at: list[Candidate] = []

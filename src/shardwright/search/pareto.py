@@ -1,7 +1,7 @@
 """The curve of what memory buys: every mix that no other beats in both seconds and bytes, of all structures priced.
 
-Walked down exactly: the fastest mix of a structure within a budget, then within a budget below what that one needs,
-until nothing fits. The curves of all structures together, less what is beaten, are the curve.
+Walked down exactly: the fastest mix of a structure within a memory limit, then within a limit below what that one
+needs, until nothing fits. The curves of all structures together, less what is beaten, are the curve.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwright.search.candidate import Candidate, told
-from shardwright.solving.solve import Assignment, fastest, leanest
+from shardwright.solving.solve import Assignment, Program
 
 FINEST = 25
 """Steps between two points are at least this share (1/25) of the larger peak: what differs by less is one point."""
@@ -41,10 +41,10 @@ class Knob:
         return self.saved / 2**30 / (self.lost * 1e3) if self.lost else float("inf")
 
 
-def curve(candidates: Iterable[Candidate], most: int | None = None, finest: int = FINEST) -> tuple[Point, ...]:
-    """The curve, fastest first. most: bytes that no point may exceed; None: no limit. finest: as FINEST."""
+def curve(candidates: Iterable[Candidate], memory: int | None = None, finest: int = FINEST) -> tuple[Point, ...]:
+    """The curve, fastest first. memory: bytes that no point may exceed; None: no limit. finest: as FINEST."""
     points = sorted(
-        (point for candidate in candidates for point in _walk(candidate, most, finest)),
+        (point for candidate in candidates for point in _walk(candidate, memory, finest)),
         key=lambda each: (each.seconds, each.peak),
     )
     kept: list[Point] = []
@@ -60,20 +60,20 @@ def knobs(points: Sequence[Point]) -> tuple[Knob, ...]:
     return tuple(sorted(steps, key=lambda knob: -knob.gib_per_ms))
 
 
-def _walk(candidate: Candidate, most: int | None, finest: int) -> Iterable[Point]:
+def _walk(candidate: Candidate, memory: int | None, finest: int) -> Iterable[Point]:
     if candidate.fixed_cost is None:
         return
-    fixed_cost, options, units = candidate.fixed_cost, candidate.options, candidate.units
-    least = leanest(fixed_cost, options, units)
-    budget = most if most is not None else 2**60
-    while least.peak <= budget:
-        assignment = fastest(fixed_cost, options, units, budget)
+    program = Program(candidate.fixed_cost, candidate.options, candidate.units)
+    least, largest = program.leanest(), memory
+    memory = 2**60 if memory is None else memory
+    while least.peak <= memory:
+        assignment = program.fastest(memory)
         if assignment is None:
             return
         yield _point(candidate, assignment)
-        budget = assignment.peak - max(1, assignment.peak // finest)
-    if most is None or least.peak <= most:
-        yield _point(candidate, fastest(fixed_cost, options, units, least.peak) or least)
+        memory = assignment.peak - max(1, assignment.peak // finest)
+    if largest is None or least.peak <= largest:
+        yield _point(candidate, program.fastest(least.peak) or least)
 
 
 def _point(candidate: Candidate, assignment: Assignment) -> Point:

@@ -44,7 +44,7 @@ def plan(
     seconds: how long to search. fallback: take a model without a rule table too, its linears unsplit: the best
     data-parallel plan of it, whose ways are all rehearsed, however long that takes.
 
-    Raises InputError for bad input, DoesNotFit where no plan fits, with the least budget that works.
+    Raises InputError for bad input, DoesNotFit where no plan fits, with the least memory that works.
     """
     ask = asked(config, cluster, memory, batch, sequence, dtype, master_dtype, backend, level, fallback)
     if runs_unsplit(ask):

@@ -1,7 +1,7 @@
 """The search from end to end: explore, take the fastest, compose it to the byte, certify it, and say how sure it is.
 
 the bound is the least of: what the structures tried can reach, and what those not priced (or not in all modes) promise
-where the composed peak is over the budget after all, take the overshoot off and solve again
+where the composed peak is over the memory limit after all, take the overshoot off and solve again
 certify: rehearse the plan itself
 """
 
@@ -30,7 +30,7 @@ WIDELY = 0.8
 """Share of the time for all structures; the rest is for what lies beside the best one."""
 
 ATTEMPTS = 6
-"""How often a mix that is over the budget to the byte is solved again."""
+"""How often a mix that is over the memory limit to the byte is solved again."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def search(
 
     seconds: how long structures may be priced; composing and certifying come on top. workers: processes that rehearse
     (default: the machine's processors). tell: takes lines of progress.
-    Raises DoesNotFit where nothing fits, naming the least budget that works and what it gives up.
+    Raises DoesNotFit where nothing fits, naming the least memory that works and what it gives up.
     """
     started = time.monotonic()
     with warnings.catch_warnings(), rehearsing(workers) as pool:
@@ -111,13 +111,13 @@ def _priced(
 
 
 Settled = tuple[Assignment, Composed, Plan, Callable[[Expected], Certificate]]
-"""A mix whose plan is within the budget to the byte, and its certificate, which is being made."""
+"""A mix whose plan is within the memory limit to the byte, and its certificate, which is being made."""
 
 
 def _first_that_settles(
     problem: Problem, looked_at: Sequence[Candidate], failed: list[Candidate], pool: Executor, tell: Tell
 ) -> tuple[Candidate, Settled] | None:
-    """The fastest candidate whose plan is within the budget to the byte; ``failed`` takes those that were faster."""
+    """The fastest candidate whose plan fits, to the byte; ``failed`` takes those that were faster."""
     for candidate in looked_at:
         if candidate.assignment is None:
             break
@@ -130,14 +130,14 @@ def _first_that_settles(
 
 
 def _settle(problem: Problem, candidate: Candidate, pool: Executor) -> Settled | None:
-    """The fastest mix whose composed peak is within the budget, to the byte; None where none is found.
+    """The fastest mix whose composed peak is within the memory limit, to the byte; None where none is found.
 
     Prices of blocks miss a few bytes of what a rank holds where two runs of blocks meet; the leanest mix is tried last.
     Most mixes settle at once, so the first one's certificate is begun while it is composed; neither knows the other.
     """
-    budget, known = problem.memory, Known()
+    memory, known = problem.memory, Known()
     for attempt in range(ATTEMPTS + 1):
-        assignment = (candidate.within(budget) if attempt < ATTEMPTS else None) or candidate.lean
+        assignment = (candidate.within(memory) if attempt < ATTEMPTS else None) or candidate.lean
         assert assignment is not None
         plan = problem.plan(candidate.structure, candidate.blocks(assignment))
         machine = problem.machine(candidate.structure)
@@ -148,7 +148,7 @@ def _settle(problem: Problem, candidate: Candidate, pool: Executor) -> Settled |
             return assignment, composed, plan, certified or certifying(problem.config, plan, pool, machine)
         if assignment is candidate.lean:
             break
-        budget -= composed.peak - problem.memory
+        memory -= composed.peak - problem.memory
     return None
 
 

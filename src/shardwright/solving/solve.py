@@ -5,8 +5,9 @@ blocks that go the same way stand together, in the order of the ways. x_k blocks
 
     least   T₀ + Σ t_k·x_k          with  Σ x_k = L
 
-What is alive at the worst moments must stay within the memory limit M, where R₀ and r_k are alive all the time, a forward of
-a block adds f_k and needs F_k at most, its backward adds b_k (a gradient less what was saved) and needs G_k at most:
+What is alive at the worst moments must stay within the memory limit M, where R₀ and r_k are alive all the time, a
+forward of a block adds f_k and needs F_k at most, its backward adds b_k (a gradient less what was saved) and needs G_k
+at most:
 
 | moment                          | alive                                                                        |
 |---------------------------------|------------------------------------------------------------------------------|
@@ -245,7 +246,7 @@ class Program:
         _row(model, dict.fromkeys(range(first, first + len(counts)), 1.0), 1.0, highspy.kHighsInf)
 
 
-class _Solver(highspy.Highs):  # type: ignore[misc]
+class _Solver(highspy.Highs):
     """HiGHS without a word on standard output, where a command writes its answer."""
 
     def __init__(self, tolerance: float):

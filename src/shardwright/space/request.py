@@ -43,12 +43,12 @@ def asked(
 ) -> Asked:
     """What ``sw.plan`` was given; raises InputError, one line."""
     machines = cluster_of(cluster)
-    limit = machines.memory_bytes if memory is None else parse_bytes(memory, "memory")
-    if not isinstance(limit, int) or limit < 1:
-        raise InputError(f"memory: found {memory!r}; allowed: a size above 0 such as 72GiB")
-    if limit > machines.memory_bytes:
+    given, memory = memory, machines.memory_bytes if memory is None else parse_bytes(memory, "memory")
+    if not isinstance(memory, int) or memory < 1:
+        raise InputError(f"memory: found {given!r}; allowed: a size above 0 such as 72GiB")
+    if memory > machines.memory_bytes:
         device = f"{format_bytes(machines.memory_bytes)} ({machines.memory_bytes:,} bytes) of {machines.device.name}"
-        raise InputError(f"memory: found {format_bytes(limit)} ({limit:,} bytes); allowed: at most the {device}")
+        raise InputError(f"memory: found {format_bytes(memory)} ({memory:,} bytes); allowed: at most the {device}")
     for name, value in (("batch", batch), ("sequence", sequence)):
         if value < 1:
             raise InputError(f"{name}: found {value}; allowed: at least 1")
@@ -68,7 +68,7 @@ def asked(
     read_config(base.config_path)
     if machines.links is None and machines.devices > 1:
         raise InputError("links: found null; allowed: the cluster's links, which times are made of")
-    return Asked(base, machines, limit, level)
+    return Asked(base, machines, memory, level)
 
 
 def cluster_of(cluster: Cluster | str | os.PathLike[str]) -> Cluster:
