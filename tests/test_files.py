@@ -19,9 +19,10 @@ from shardwright.errors import InputError
 from shardwright.files.plain_yaml import write_yaml
 from shardwright.files.sizes import format_bytes, parse_bytes
 from shardwright.spec.cluster import Cluster
+from shardwright.spec.dtypes import DTYPES
 from shardwright.spec.layout import OPERAND_WORDS, GridLayout
-from shardwright.spec.plan import DTYPES, Plan
-from shardwright.spec.predicted import Predicted
+from shardwright.spec.plan import Plan
+from shardwright.spec.plan_fields import Predicted
 from shardwright.spec.site import Linear, Site
 from shardwright.train.run_file import Run
 from support.malformed import CONFIG, RUN, TEXT
@@ -123,7 +124,7 @@ def layouts(draw: st.DrawFn) -> GridLayout:
     chosen=st.dictionaries(st.text(min_size=1, max_size=12), layouts(), min_size=1, max_size=4),
     seed=st.integers(0, 2**63 - 1),
     time=st.none() | st.floats(0, 1e6),
-    arena=st.none() | st.dictionaries(st.sampled_from(DTYPES), st.lists(st.integers(1, 2**40)), max_size=2),
+    arena=st.none() | st.dictionaries(st.sampled_from(list(DTYPES)), st.lists(st.integers(1, 2**40)), max_size=2),
 )
 def test_plan_comes_back_as_it_was_saved(
     chosen: dict[str, GridLayout],

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import shardwright as sw
 from shardwright.simulate.machine import Machine, Spread
-from shardwright.spec.cluster import KINDS, SHIPPED, Cluster, Device, Link, Links, Measured, Product
+from shardwright.spec.cluster import SHIPPED, Cluster, Device, Link, Links, Measured, Product
+from shardwright.spec.collectives import COLLECTIVES
 from shardwright.spec.mesh import ranks_along, world_size
 
 WITHIN = Link(latency=2**-10, bandwidth=2**20)
@@ -173,7 +174,7 @@ def test_a_spread_is_the_worst_of_all_groups(sizes, each, data):
     assert max(hosts) == (lambda spread: (spread.hosts, -spread.fewest, spread.most))(here.spread(axes))
 
 
-COLLECTIVES = [  # backend, kind, axes, size, sent, seconds by hand
+BY_HAND = [  # backend, kind, axes, size, sent, seconds by hand
     ("gloo", "all_gather", ("b",), 2048, 1024, ONE + 1024 / 2**20),
     ("gloo", "all_gather", ("a",), 2048, 1024, FAR + 1024 / 2**18),
     ("gloo", "all_gather", ("a", "b"), 4096, 3072, ONE + FAR + 2048 / 2**18),  # two of three peers are elsewhere
@@ -196,7 +197,7 @@ COLLECTIVES = [  # backend, kind, axes, size, sent, seconds by hand
 ]
 
 
-@pytest.mark.parametrize(("backend", "kind", "axes", "size", "sent", "seconds"), COLLECTIVES)
+@pytest.mark.parametrize(("backend", "kind", "axes", "size", "sent", "seconds"), BY_HAND)
 def test_a_collective_by_hand(backend, kind, axes, size, sent, seconds):
     assert machine(backend=backend).collective(kind, axes, size, sent) == pytest.approx(seconds, rel=1e-15)
 
@@ -265,7 +266,7 @@ def test_a_missing_link_is_named():
 
 
 def test_e5_a_small_message_costs_its_latency_and_a_gather_its_gathered_size():
-    for backend, kind, axes in itertools.product(("gloo", "nccl"), KINDS, (("a",), ("b",), ("a", "b"))):
+    for backend, kind, axes in itertools.product(("gloo", "nccl"), list(COLLECTIVES), (("a",), ("b",), ("a", "b"))):
         here = machine(backend=backend)
         assert here.collective(kind, axes, 1024, 1024) > here.latency(axes) > 0
     here = machine()
@@ -276,7 +277,7 @@ def test_e5_a_small_message_costs_its_latency_and_a_gather_its_gathered_size():
 @settings(deadline=None)
 @given(
     backend=st.sampled_from(["gloo", "nccl"]),
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(list(COLLECTIVES)),
     axes=st.sampled_from([("a",), ("b",), ("a", "b")]),
     size=st.integers(0, 2**40),
     sent=st.integers(0, 2**40),

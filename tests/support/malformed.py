@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from shardwright.spec.plan import DTYPES
+from shardwright.spec.dtypes import DTYPES
 from shardwright.spec.presets import presets
 
 CONFIG = '{"model_type": "llama"}'

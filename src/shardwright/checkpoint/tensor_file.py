@@ -18,18 +18,10 @@ import torch
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.errors import InputError
+from shardwright.spec.dtypes import DTYPES as ELEMENT_TYPES
 
 DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    dtype.safetensors: getattr(torch, name) for name, dtype in ELEMENT_TYPES.items() if dtype.safetensors is not None
 }
 """Element types by the names that safetensors gives them."""
 

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 # Everything heavy (torch, transformers) is imported inside the commands, so that --help answers at once, and after
 # their arguments are checked, so that a refusal does too.
 
-DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-"""Short names of element types."""
-
 STORED = ", ".join(LEVELS)
 SIZE = "such as 72GiB (GiB = 2^30 bytes)"
 app = typer.Typer(

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import DTYPES, SIZE, STORED, JsonOption, app, check_directories, exit_status, tell_remarks
+from shardwright.cli.common import SIZE, STORED, JsonOption, app, check_directories, exit_status, tell_remarks
 from shardwright.errors import InputError
 from shardwright.files.replacing import write_text
 from shardwright.space.request import SECONDS
+from shardwright.spec.dtypes import SHORT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +65,7 @@ def plan(
         answer = _one_of(counted)
         from shardwright.space.request import asked
 
-        types = (DTYPES.get(dtype, dtype), DTYPES.get(master_dtype, master_dtype))
+        types = (SHORT.get(dtype, dtype), SHORT.get(master_dtype, master_dtype))
         ask = asked(config, cluster or devices or "", memory, batch, sequence, *types, backend, level, fallback)
 
         from shardwright.report.console import table_console

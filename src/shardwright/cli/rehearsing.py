@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import DTYPES, STORED, JsonOption, app, check_directories, exit_status, tell_remarks
+from shardwright.cli.common import STORED, JsonOption, app, check_directories, exit_status, tell_remarks
 from shardwright.errors import InputError
 from shardwright.files.config_file import read_config
 from shardwright.files.replacing import write_text
+from shardwright.spec.dtypes import SHORT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +92,7 @@ def _plan_for_config(config: Path, choices: dict[str, Any]) -> Plan:
     given.setdefault("dtype", "bf16")
     for name in ("dtype", "master_dtype"):
         if name in given:
-            given[name] = DTYPES.get(given[name], given[name])
+            given[name] = SHORT.get(given[name], given[name])
     plan = Plan.for_config(config, **given)
     read_config(plan.config_path)
     return plan

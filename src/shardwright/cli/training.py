@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import DTYPES, SIZE, STORED, JsonOption, app, exit_status
+from shardwright.cli.common import SIZE, STORED, JsonOption, app, exit_status
 from shardwright.errors import InputError
+from shardwright.spec.dtypes import SHORT
 
 
 @app.command()
@@ -35,7 +36,7 @@ def demo(
 
         from shardwright.demo.wanted import Wanted, check_places
 
-        wanted = Wanted(ranks, limit, steps, seed, level, DTYPES.get(dtype, dtype))
+        wanted = Wanted(ranks, limit, steps, seed, level, SHORT.get(dtype, dtype))
         check_places(json_path, output)
 
         from shardwright.demo.run import demo as run_demo
@@ -93,4 +94,4 @@ def profile(
     with exit_status():
         from shardwright.profile.profile import profile as measure
 
-        measure(output, mesh, [DTYPES.get(name, name) for name in dtype or []], quick)
+        measure(output, mesh, [SHORT.get(name, name) for name in dtype or []], quick)

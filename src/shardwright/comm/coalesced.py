@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from shardwright import trace
 from shardwright.comm.collectives import AllReduceHandle
-from shardwright.comm.exchange import AllGatherHandle, ReduceScatterHandle, log, part_of_one, sent_bytes
+from shardwright.comm.exchange import AllGatherHandle, ReduceScatterHandle, log, part_of_one
 from shardwright.comm.groups import AxisGroup
+from shardwright.spec.collectives import sent_bytes
 
 _coalescing_manager: Any = dist.distributed_c10d._coalescing_manager
 

@@ -23,6 +23,7 @@ from shardwright import trace
 from shardwright.comm.divergence import Issued
 from shardwright.comm.groups import AxisGroup
 from shardwright.comm.waits import await_work, explained
+from shardwright.spec.collectives import sent_bytes
 
 
 def log(
@@ -60,17 +61,6 @@ def part_of_one(group: AxisGroup) -> Iterator[None]:
             yield
     finally:
         group.issued.paused -= 1
-
-
-def sent_bytes(kind: str, n: int, whole_bytes: int, own_bytes: int, last_bytes: int | None = None) -> int:
-    """What this rank sends. A direct all-gather sends the own part n − 1 times; a ring sends every part but that of the
-    next rank (``last_bytes``). A reduce-scatter sends all but the own part.
-    """
-    if kind == "all_gather":
-        return own_bytes * (n - 1) if last_bytes is None else whole_bytes - last_bytes
-    if kind == "reduce_scatter":
-        return whole_bytes - own_bytes
-    return 2 * whole_bytes * (n - 1) // n
 
 
 def tag_of(kind: str, group: AxisGroup, size: int, module: str) -> int:

@@ -24,7 +24,6 @@ from shardwright.params.parameter_group import Use
 from shardwright.params.stored import StoredParameter
 from shardwright.reshard.conversion import Conversion
 from shardwright.runtime.reduction import reduce_output
-from shardwright.spec.layout import OVERLAP_MODES
 
 _NO_USES = (None, None)
 
@@ -142,7 +141,7 @@ class SiteProduct:
         self.tokens: int | None = None  # B·S of the forward at work, where the model tells it
         self.sequences = product.runtime.group(())  # the m axes that split sequences, which a batch does not fill
         self.inner_biases, self.outer_biases = (none, biases) if product.splits_k else (biases, none)
-        self.mode: Any = import_module(f"shardwright.overlap.{OVERLAP_MODES[product.resolved.mode]}")
+        self.mode: Any = import_module(product.resolved.module)
         self.rows_agree = RowsAgree(product.runtime, product.layout.n + product.layout.k, product.name)
         self.number = compiled.number_of(self)
         self.anchor = torch.zeros(0, requires_grad=True)

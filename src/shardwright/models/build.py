@@ -12,8 +12,6 @@ from shardwright.errors import InputError
 from shardwright.files.config_file import short
 from shardwright.models.config import warnings_held
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
 
 def of_blocks(config: Any, blocks: Sequence[int]) -> Any:
     """The config of the model that has only these of its blocks."""
@@ -33,7 +31,7 @@ def build_meta(config: Any, dtype: str = "float32") -> Any:
 
     try:
         with warnings_held(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
     except Exception as error:  # whatever a model class finds wrong with its config
         raise InputError(
             f"config: found one of which transformers makes no model ({type(error).__name__}: {short(error)}); "

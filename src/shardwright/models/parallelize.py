@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright import trace
 from shardwright.errors import InputError
 from shardwright.families.table import family_of, has_rule
-from shardwright.models.build import DTYPES
 from shardwright.models.fallback import unsplit
 from shardwright.models.fits import check_fits
 from shardwright.models.positions import check_positions
@@ -75,7 +74,7 @@ class Parallelized:
 
 def _stored_source(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None) -> Source:
     """``source``, or the default one, in the element type in which the plan stores parameters."""
-    dtype = DTYPES[plan.stored_dtype]
+    dtype = getattr(torch, plan.stored_dtype)
     retype(model, dtype)  # so that what is drawn is drawn in it
     return InDtype(source or _default_source(model, mesh, plan), dtype)
 

@@ -26,7 +26,6 @@ from shardwright.layers.norm import GridLayerNorm, GridRMSNorm
 from shardwright.linear.grid_linear import GridLinear, sharding_of
 from shardwright.linear.site_product import SiteProduct
 from shardwright.models.buffers import fill_buffers
-from shardwright.models.build import DTYPES
 from shardwright.models.fits import param_group_finder
 from shardwright.models.forward import (
     BeginForward,
@@ -161,7 +160,8 @@ class Swap:
         stored, cut = self._stored(dense, "weight", placements, layout.m, site.name)
         scale = getattr(dense, "scalar_embed_scale", None)
         if scale is not None:  # rounded as Hugging Face rounds it in a model of the products' element type
-            scale = torch.tensor(scale, dtype=dense.embed_scale.dtype, device="cpu").to(DTYPES[self.plan.dtype]).item()
+            of_products = getattr(torch, self.plan.dtype)
+            scale = torch.tensor(scale, dtype=dense.embed_scale.dtype, device="cpu").to(of_products).item()
         product, first = Product.of(site.name, layout, self.mesh), cut.ranges[0][0][0]
         sequences = self._within_batch(layout.m)
         self._put(

@@ -14,8 +14,9 @@ from shardwright.families.family import Family
 from shardwright.formulas.place import Here
 from shardwright.formulas.volume import site_volume
 from shardwright.pricing.rehearsed_bounds import RehearsedBound
-from shardwright.simulate.machine import ITEMSIZE, Machine
+from shardwright.simulate.machine import Machine
 from shardwright.space.space import Mode, Structure
+from shardwright.spec.dtypes import FLOATS
 from shardwright.spec.layout import GridLayout
 from shardwright.spec.site import Site
 
@@ -74,7 +75,7 @@ def split_of(
     structure: Structure, family: Family, sites: Sequence[Site], blocks: int, machine: Machine, dtype: str
 ) -> Split:
     """sites: of one micro-batch: the embedding, those of one block, the head."""
-    mesh, element = structure.mesh, ITEMSIZE[dtype]
+    mesh, element = structure.mesh, FLOATS[dtype]
     place = dict.fromkeys(mesh, 0)
     features = 0.0
     busy: dict[str, float] = {}
@@ -136,13 +137,13 @@ def formula_bound(
     sites: as for ``split_of``. sizes: site → parameters of it that no other site has. memory: bytes that
     a device may hold.
     """
-    element = ITEMSIZE[dtype]
+    element = FLOATS[dtype]
     products, features = split.products * structure.accumulation, split.features * structure.accumulation
     parameters = sum(sizes[site.name] * (blocks if site not in (sites[0], sites[-1]) else 1) for site in sites)
     tokens = _tokens(structure, parameters // structure.tensor * element, machine)
     most = max([products, tokens, *(seconds * structure.accumulation for seconds in split.busy.values())])
     inputs = blocks * _tokens_of(structure, sites) * sites[-1].k * element
-    needed = _stored(structure, parameters, element, ITEMSIZE[stored]) + inputs
+    needed = _stored(structure, parameters, element, FLOATS[stored]) + inputs
     saved = blocks * _saved(structure, sites, element)
     recomputed = min(1.0, max(0.0, needed + saved - memory) / saved) if saved else 0.0
     return FormulaBound(most, needed, inputs, features + max(0.0, tokens - products), recomputed * products / 3)

@@ -22,11 +22,12 @@ import torch
 
 from shardwright.comm.all_to_all import rows_to_columns
 from shardwright.comm.collectives import AllReduceHandle
-from shardwright.comm.exchange import AllGatherHandle, ReduceScatterHandle, sent_bytes
+from shardwright.comm.exchange import AllGatherHandle, ReduceScatterHandle
 from shardwright.comm.groups import AxisGroup
 from shardwright.profile.fits import fit
 from shardwright.profile.stopwatch import Stopwatch
 from shardwright.spec.cluster import Measured
+from shardwright.spec.collectives import sent_bytes
 
 SLOW_SECONDS = 0.5
 """No message is larger than one that takes this long."""
@@ -73,7 +74,7 @@ def _all_to_all(group: AxisGroup, sent: int, empty: Callable[..., torch.Tensor])
         rows_to_columns(x, ROWS * group.size, width, group, "profile")
         return lambda: None
 
-    return Message(x.nbytes * (group.size - 1) // group.size, begin)
+    return Message(sent_bytes("all_to_all", group.size, x.nbytes * group.size, x.nbytes), begin)
 
 
 def _width(sent: int, group: AxisGroup) -> int:

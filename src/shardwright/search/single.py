@@ -14,8 +14,9 @@ from shardwright.errors import DoesNotFit
 from shardwright.formulas.bounds import Grid, grids
 from shardwright.formulas.place import Here
 from shardwright.formulas.volume import site_volume
-from shardwright.simulate.machine import ITEMSIZE, Machine
+from shardwright.simulate.machine import Machine
 from shardwright.spec.cluster import Cluster
+from shardwright.spec.dtypes import FLOATS
 from shardwright.spec.layout import GridLayout
 from shardwright.spec.site import Site
 
@@ -74,7 +75,7 @@ def _layouts(grid: Grid) -> Iterator[GridLayout]:
 
 
 def _single(site: Site, grid: Grid, layout: GridLayout, machine: Machine) -> Single:
-    place, element = dict.fromkeys(AXES, 0), ITEMSIZE[machine.dtype]
+    place, element = dict.fromkeys(AXES, 0), FLOATS[machine.dtype]
     here = Here(machine.mesh, place)
     volume = site_volume(site, layout, machine.mesh, place, element=element, backend=machine.backend)
     rows, k = here.cut(site.m, layout.m), here.cut(site.k, layout.k)

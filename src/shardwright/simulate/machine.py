@@ -37,13 +37,11 @@ import numpy as np
 from shardwright.errors import InputError
 from shardwright.simulate.operators import Shape, Work, work_of
 from shardwright.spec.cluster import Cluster, Link, Links, Measured
+from shardwright.spec.collectives import AROUND, COLLECTIVES, DIRECT
+from shardwright.spec.dtypes import FLOATS
 from shardwright.spec.mesh import world_size
 
 BACKENDS = ("gloo", "nccl")
-ITEMSIZE = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
-"""Element type → bytes."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,8 @@ class Machine:
         if self.backend not in BACKENDS:
             raise InputError(f"backend: found {self.backend!r}; allowed: {', '.join(BACKENDS)}")
         for name, dtype in (("dtype", self.dtype), ("stored", self.stored)):
-            if dtype is not None and dtype not in ITEMSIZE:
-                raise InputError(f"{name}: found {dtype!r}; allowed: {', '.join(ITEMSIZE)}")
+            if dtype is not None and dtype not in FLOATS:
+                raise InputError(f"{name}: found {dtype!r}; allowed: {', '.join(FLOATS)}")
         if world_size(self.mesh) > self.cluster.devices:
             raise InputError(
                 f"mesh: found {world_size(self.mesh)} ranks; allowed: up to the {self.cluster.devices} devices of the "
@@ -106,7 +104,7 @@ class Machine:
 
     def _seconds(self, work: Work) -> float:
         device = self.cluster.device
-        itemsize = ITEMSIZE[(self.stored or self.dtype) if work.optimizer else self.dtype]
+        itemsize = FLOATS[(self.stored or self.dtype) if work.optimizer else self.dtype]
         moving = work.elements * itemsize / device.memory_bandwidth if device.memory_bandwidth else 0.0
         computing = 0.0
         if work.product is not None and 0 not in work.product:
@@ -152,11 +150,11 @@ class Machine:
         spread = self.spread(axes)
         if spread.ranks == 1:
             return 0.0
-        moved = _moved(kind, size, sent, spread.ranks)
+        moved = COLLECTIVES[kind].moved(spread.ranks, size, sent)
         measured = self._measured(kind, spread)
         if measured is not None:
             return max(messages * measured.least, messages * measured.latency + moved / measured.bandwidth)
-        trips = 2 if kind == "all_reduce" else 1
+        trips = COLLECTIVES[kind].trips
         least = self._over_tree(spread, lambda link: link.least)
         travel = self._travel(moved, spread, *self._shares(kind, spread))
         return max(messages * trips * least, messages * trips * self.latency(axes) + travel)
@@ -166,7 +164,7 @@ class Machine:
         spread = self.spread(axes)
         if spread.ranks == 1:
             return 0.0
-        moved = _moved(kind, size, sent, spread.ranks)
+        moved = COLLECTIVES[kind].moved(spread.ranks, size, sent)
         slowest = self._between() if spread.hosts > 1 else self._links.within_host
         travel = self._travel(moved, spread, *self._around(spread))
         return max(messages * slowest.least, messages * slowest.latency + travel)
@@ -239,9 +237,10 @@ class Machine:
         """Of the bytes that a rank sends: the share that uses its link within the host, and that between hosts."""
         n, here = spread.ranks, spread.fewest
         away = (n - here) / (n - 1)
-        if kind == "broadcast" or (kind == "all_reduce" and self.backend == "gloo"):
+        way = COLLECTIVES[kind].ways[self.backend]
+        if way == AROUND:
             return self._around(spread)
-        if kind == "all_to_all" or self.backend == "gloo":
+        if way == DIRECT:
             return (here - 1) / (n - 1), away
         return float(here > 1), away / here
 
@@ -254,13 +253,6 @@ class Machine:
         """Seconds for ``moved`` bytes, these shares of it on either link, both at once."""
         seconds = within * moved / self._links.within_host.bandwidth
         return max(seconds, between * moved / self._between().bandwidth) if spread.hosts > 1 else seconds
-
-
-def _moved(kind: str, size: int, sent: int, ranks: int) -> int:
-    """Bytes that the busiest rank sends, taken as cut evenly or as this rank does, whichever is more."""
-    if kind in ("all_gather", "reduce_scatter"):
-        return max(sent, size * (ranks - 1) // ranks)
-    return size if kind == "broadcast" else sent
 
 
 def _hops(ends: int) -> int:

@@ -14,6 +14,7 @@ from shardwright.files.messages import FieldError
 from shardwright.files.parser import STRICT, Version1, read_yaml
 from shardwright.files.plain_yaml import write_yaml
 from shardwright.files.sizes import SIZES, SizeText, format_bytes, parse_bytes
+from shardwright.spec.collectives import COLLECTIVES
 
 Size = Annotated[
     int,
@@ -22,9 +23,6 @@ Size = Annotated[
     Field(json_schema_extra={"x-allowed": f"a size above 0: {SIZES}"}),
 ]
 
-
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-"""Collectives, by the names of the trace."""
 
 SHIPPED = Path(__file__).parent / "clusters"
 """Cluster files of common machines, one host each: data-sheet values, their sources named in them."""
@@ -88,7 +86,7 @@ class Measured(BaseModel):
 
     model_config = STRICT
 
-    kind: Annotated[str, Field(json_schema_extra={"enum": list(KINDS)})] = Field(description="collective")
+    kind: Annotated[str, Field(json_schema_extra={"enum": list(COLLECTIVES)})] = Field(description="collective")
     ranks: int = Field(ge=2, description="ranks of a group")
     hosts: int = Field(ge=1, description="hosts that a group spans")
     latency: float = Field(ge=0, description="seconds of a message beside those of its bytes")
@@ -106,8 +104,8 @@ class Measured(BaseModel):
     @field_validator("kind")
     @classmethod
     def _known(cls, kind: str) -> str:
-        if kind not in KINDS:
-            raise FieldError((), kind, ", ".join(KINDS))
+        if kind not in COLLECTIVES:
+            raise FieldError((), kind, ", ".join(COLLECTIVES))
         return kind
 
 

@@ -31,8 +31,25 @@ OPERAND_WORDS: dict[str, tuple[str, ...]] = {
     "w": ("sharded", "replicated"),
     "y": ("sharded", "sharded-features", "replicated"),
 }
-OVERLAP_MODES: dict[str, str] = {"blocking": "blocking", "async": "asynchronous", "ring": "ring"}
-"""Overlap mode → its file in ``overlap/``. A new mode is such a file, with the siblings' signature, and a line here."""
+
+
+@dataclass(frozen=True)
+class OverlapMode:
+    """module: where it is, with the signature of overlap/blocking.py. overlaps: collectives run beside products.
+    travels: operands and sums go around the axis, in their own element type.
+    """
+
+    module: str
+    overlaps: bool = True
+    travels: bool = False
+
+
+OVERLAP_MODES: dict[str, OverlapMode] = {
+    "blocking": OverlapMode("shardwright.overlap.blocking", overlaps=False),
+    "async": OverlapMode("shardwright.overlap.asynchronous"),
+    "ring": OverlapMode("shardwright.overlap.ring", travels=True),
+}
+"""The words of ``GridLayout.overlap``. A new mode is one file in ``overlap/`` and a line here."""
 
 CHOICES: dict[str, Collection[str]] = {
     "save_x": ("shard", "gathered"),

@@ -8,33 +8,29 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    Field,
-    PrivateAttr,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from shardwright.errors import InputError
 from shardwright.files.messages import FieldError
 from shardwright.files.parser import STRICT, Version1, check, read_yaml
 from shardwright.files.plain_yaml import write_yaml
+from shardwright.spec.dtypes import DTYPES
 from shardwright.spec.layout import GridLayout
 from shardwright.spec.mesh import world_size
 from shardwright.spec.model_ref import ModelRef, sha256_of
-from shardwright.spec.plan_fields import Layout, PositiveInt, SmallSize, Stored, StoredFields, stored_as
-from shardwright.spec.predicted import Predicted, check_known
+from shardwright.spec.plan_fields import (
+    Layout,
+    PositiveInt,
+    Predicted,
+    SmallSize,
+    Stored,
+    StoredFields,
+    check_known,
+    stored_as,
+)
 from shardwright.spec.presets import axes_of, preset
 from shardwright.spec.sharding import Sharding
 from shardwright.spec.site import Site
-
-DTYPES = (
-    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
-    "int64", "int32", "int16", "int8", "uint8", "bool",
-)  # fmt: skip
-"""Element types that a buffer may have, by torch's names."""
 
 HEADER = (
     "shardwright plan: how one model lies on one mesh, and what a step is predicted to need.\n"

@@ -1,12 +1,13 @@
-"""The parts of a plan file: how it spells a site's layout, and how it says what is split of a parameter group."""
+"""The parts of a plan file: a layout, what is split of a parameter group, and what a rehearsal said of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, PlainValidator
+from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, PlainValidator, field_validator
 
+from shardwright.files.messages import FieldError
 from shardwright.files.parser import STRICT
 from shardwright.files.sizes import SIZES, SizeText, parse_bytes
 from shardwright.spec.layout import CHOICES, OPERAND_WORDS, GridLayout
@@ -25,7 +26,7 @@ SmallSize = Annotated[
 Text = Annotated[str, Field(min_length=1)]
 
 
-def _words(words: tuple[str, ...]) -> Any:
+def _words(words: Collection[str]) -> Any:
     return Field(json_schema_extra={"enum": list(words)})
 
 
@@ -122,3 +123,37 @@ Stored = Annotated[
         )
     ),
 ]
+
+
+PHASES = ("forward", "loss", "backward", "step")
+"""The phases of a training step, in order."""
+
+
+class Predicted(BaseModel):
+    """What a rehearsal of the plan says of one training step."""
+
+    model_config = STRICT
+
+    peak: dict[str, Bytes] = Field(
+        description=f"phase ({', '.join(PHASES)}) → most bytes of tensor storage alive in it, on the fullest rank",
+        json_schema_extra={"propertyNames": {"enum": list(PHASES)}},
+    )
+    rank_classes: dict[str, Any] | None = Field(
+        default=None, description="class of ranks that do the same → its own figures (bytes)"
+    )
+    saved: Bytes = Field(description="bytes that the autograd graph holds at the end of forward")
+    volume: Bytes = Field(description="bytes that one rank sends in step 1")
+    time: float | None = Field(default=None, ge=0, description="seconds of one step; null where it was not computed")
+
+    @field_validator("peak")
+    @classmethod
+    def _phases(cls, peak: dict[str, int]) -> dict[str, int]:
+        check_known(peak, PHASES, "the phase")
+        return peak
+
+
+def check_known(mapping: Mapping[str, Any], allowed: Collection[str], what: str) -> None:
+    """Raises FieldError for a key that is not ``allowed``. what: the kind of thing that keys name."""
+    for name in mapping:
+        if name not in allowed:
+            raise FieldError((name,), f"{what} {name!r}", ", ".join(allowed))

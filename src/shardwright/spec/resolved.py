@@ -18,10 +18,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from shardwright.spec.layout import GridLayout
+from shardwright.spec.layout import OVERLAP_MODES, GridLayout
 
 FEATURE_CHUNKS = 4
 """Where the layout states no chunks: a quarter of the reduction of Y is not hidden."""
+
+LOOKUP = "an embedding looks rows up, and has no product that communication could run beside"
+"""Why an embedding overlaps nothing."""
 
 Unapplied = tuple[str, str]
 """(setting, such as ``overlap: async``; because)."""
@@ -31,14 +34,16 @@ Unapplied = tuple[str, str]
 class Resolved:
     """One site's layout on a mesh.
 
-    mode: the overlap mode whose file runs (``layout.OVERLAP_MODES``). overlaps: it is not blocking. travels: operands
-    and sums go around the axis, in their own element type. x_blocks: the gather of X and the reduction of dX are waited
-    for at once. x_travels: dX goes around as sums of pieces, and X too unless it is kept gathered. deferred, streamed:
-    the module's table. chunks: pieces of each rank's tokens, where they travel in pieces. feature_chunks: of Y_i, where
-    it is scattered so; else 1.
+    mode, module: the overlap mode, and the file that runs it (``layout.OVERLAP_MODES``). overlaps: it is not blocking.
+    travels: operands and sums go around the axis, in their own element type. x_blocks: the gather of X and the
+    reduction of dX are waited for at once. x_travels: dX goes around as sums of pieces, and X too unless it is kept
+    gathered. deferred, streamed: the module's table. chunks: pieces of each rank's tokens, where they travel in pieces.
+    feature_chunks: of Y_i, where it is scattered so; else 1. otherwise: where the mode does not do what its word says,
+    why; empty: it does, for every operand.
     """
 
     mode: str
+    module: str
     overlaps: bool
     travels: bool
     x_blocks: bool
@@ -47,13 +52,15 @@ class Resolved:
     streamed: bool
     chunks: int
     feature_chunks: int
+    otherwise: tuple[str, ...]
 
 
 def resolve(layout: GridLayout, sizes: Mapping[str, int]) -> Resolved:
     """What ``layout`` comes to. sizes: mesh axis → ranks along it."""
     ranks = _Ranks(layout, sizes)
     by_features = bool(layout.axes_where("x", "sharded-features"))
-    overlaps, travels = layout.overlap != "blocking", layout.overlap == "ring"
+    mode = OVERLAP_MODES[layout.overlap]
+    overlaps, travels = mode.overlaps, mode.travels
     late = ranks.scatters_y > 1 and not ranks.keeps_x and not by_features  # all can be left to the second node
     deferred = overlaps and late
     alone = ranks.gathers_x == 1 and not ranks.x_by_features and ranks.reduces_dx == 1 and ranks.reduces_y == 1
@@ -64,6 +71,7 @@ def resolve(layout: GridLayout, sizes: Mapping[str, int]) -> Resolved:
     feature_chunks = layout.chunks or (FEATURE_CHUNKS if deferred else 1)
     return Resolved(
         mode=layout.overlap,
+        module=mode.module,
         overlaps=overlaps,
         travels=travels,
         x_blocks=not overlaps or by_features,
@@ -72,6 +80,7 @@ def resolve(layout: GridLayout, sizes: Mapping[str, int]) -> Resolved:
         streamed=deferred and row,
         chunks=layout.chunks or fewest,
         feature_chunks=feature_chunks if late and not row else 1,
+        otherwise=tuple(_otherwise(layout, ranks, travels)) if overlaps else (),
     )
 
 
@@ -82,9 +91,8 @@ def unapplied(layout: GridLayout, sizes: Mapping[str, int], *, lookup: bool = Fa
     """
     ranks = _Ranks(layout, sizes)
     resolved = resolve(layout, sizes)
-    if resolved.overlaps:
-        for because in _blocks(layout, ranks, resolved, lookup):
-            yield f"overlap: {resolved.mode}", because
+    for because in (LOOKUP,) if lookup and resolved.overlaps else resolved.otherwise:
+        yield f"overlap: {resolved.mode}", because
     if layout.save_x == "gathered" and ranks.gathers_x == 1 and not ranks.x_by_features:
         yield "save_x: gathered", "its X is not gathered"
     if layout.save_w == "gathered" and ranks.gathers_w == 1:
@@ -95,11 +103,8 @@ def unapplied(layout: GridLayout, sizes: Mapping[str, int], *, lookup: bool = Fa
         yield f"reduce_dtype: {layout.reduce_dtype}", "it has no partial sums"
 
 
-def _blocks(layout: GridLayout, ranks: _Ranks, resolved: Resolved, lookup: bool) -> Iterator[str]:
+def _otherwise(layout: GridLayout, ranks: _Ranks, travels: bool) -> Iterator[str]:
     """Why what the mode says does not come about, or not everywhere."""
-    if lookup:
-        yield "an embedding looks rows up, and has no product that communication could run beside"
-        return
     if ranks.alone:
         yield "no other rank has a part of its X or Y"
         return
@@ -112,9 +117,9 @@ def _blocks(layout: GridLayout, ranks: _Ranks, resolved: Resolved, lookup: bool)
     kept = ranks.gathers_x > 1 and layout.save_x == "gathered"
     if ranks.scatters_y > 1 and (ranks.x_by_features or kept):
         yield "its Y travels blocking, since its X is " + ("by features" if ranks.x_by_features else "kept")
-    if resolved.travels and ranks.gathers_x == 1 and ranks.reduces_dx > 1:
+    if travels and ranks.gathers_x == 1 and ranks.reduces_dx > 1:
         yield "its dX is all-reduced as async does it"
-    if resolved.travels and kept:
+    if travels and kept:
         yield "its X is gathered as async does it, since it is kept"
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.errors import InputError
+from shardwright.spec.dtypes import STORED
 
 LEVELS = ("replicate", "optimizer", "gradients", "parameters")
 ONCE_A_STEP = ("replicate", "optimizer")
@@ -27,7 +28,6 @@ FAIR_SHARE = 4
 """Gradients travel before their parameter group is complete once they are a fourth of its bytes, and as much is still
 to come.
 """
-ELEMENT_TYPES = ("float32", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Sharding:
         if self.level not in LEVELS:
             raise InputError(f"level: found {self.level!r}; allowed: {', '.join(LEVELS)}")
         for name in ("dtype", "reduce_dtype"):
-            if getattr(self, name) not in (None, *ELEMENT_TYPES):
-                raise InputError(f"{name}: found {getattr(self, name)!r}; allowed: {', '.join(ELEMENT_TYPES)}")
+            if getattr(self, name) not in (None, *STORED):
+                raise InputError(f"{name}: found {getattr(self, name)!r}; allowed: {', '.join(STORED)}")
         if self.keep and self.level != "parameters":
             raise InputError(f"keep: found true at level {self.level!r}; allowed: level 'parameters'")
         if self.level != "replicate" and not self.axes:
