@@ -130,3 +130,83 @@ def test_ignored_parameters_stay_as_they_are():
     for same, plain, grad, trains, seen in on_ranks(WORLD, ignored):
         assert same and sorted(plain) == ["enter.weight", "head.bias"] and grad == [1.0] * 8 and trains
         assert seen == [torch.bfloat16]
+
+
+def blocks_alone():
+    model = Chain(2, 8)
+    for block in model:
+        sw.shard(block, mesh_of_all())
+    sw.shard(model, mesh_of_all())(torch.ones(1, 8))
+    return gathered(model)
+
+
+def test_a_last_block_does_not_stay_either():
+    assert on_ranks(WORLD, blocks_alone) == [[]] * WORLD
+
+
+def unsharded(level, keep):
+    model = bottom_up(Net(), {"level": level, "keep": keep})
+    plain, block = Net(), model.blocks[0]
+    handle = model.blocks[1].unshard(async_op=True)
+    block.unshard()
+    handle.wait()
+    seen = [
+        torch.equal(inner.weight, plain.blocks[number].weight) for number, inner in enumerate(list(model.blocks)[:2])
+    ]
+    names = gathered(model)
+    kinds = {type(parameter.data).__name__ for parameter in model.parameters()}
+    gathers = counted_gathers(block, lambda: model(torch.ones(1, 8)).sum().backward())
+    after = gathered(model)
+    block.unshard()
+    block.reshard()
+    return seen, names, kinds, gathers, after, gathered(model), type(block.weight.data).__name__
+
+
+def counted_gathers(module, run):
+    """How often the module's group was gathered meanwhile."""
+    (group,) = module._shard_root.param_groups
+    count, start = [], group.start
+    group.start = lambda mode: (count.append(mode), start(mode))
+    run()
+    del group.start
+    return len(count)
+
+
+def test_a_forward_after_unshard_gathers_nothing_again():
+    """Backward does, where forward has released it."""
+    for keep, expected in ((False, 1), (True, 0)):
+        for seen, names, kinds, gathers, after, last, kind in on_ranks(WORLD, unsharded, "parameters", keep):
+            assert seen == [True, True] and sorted(names) == ["blocks.0", "blocks.1"] and kinds == {"DTensor"}
+            assert gathers == expected and after == last == [] and kind == "DTensor"
+
+
+def prefetched():
+    model = bottom_up(Net(), in_flight=2)
+    first, second, third = model.blocks
+    order = []
+    for group in model.parameter_store.schedule.param_groups:
+        start = group.start
+        group.start = lambda mode, group=group, start=start: (order.append((group.name, mode)), start(mode))
+    first.set_modules_to_forward_prefetch([second])
+    third.set_modules_to_backward_prefetch([second])
+    orders = []
+    for _ in range(2):
+        y = model(torch.ones(1, 8)).sum()
+        orders.append([name for name, mode in order if mode == "async"])
+        order.clear()
+        y.backward()
+        orders.append([name for name, mode in order if mode == "async"])
+        order.clear()
+    told = [
+        message_of(lambda: first.set_modules_to_forward_prefetch([second, third])),
+        message_of(lambda: model.set_modules_to_forward_prefetch([first])),
+        message_of(lambda: first.set_modules_to_forward_prefetch([sw.shard(nn.Linear(2, 2), mesh_of_all())])),
+    ]
+    return orders, told, isinstance(first, nn.Linear) and isinstance(first, sw.ShardedModule), repr(first)
+
+
+def test_stated_lists_replace_the_order_that_was_learnt():
+    words = ["found 2 parameter groups ahead at in_flight 2", "found 2 parameter groups of Net", "sharded apart"]
+    for orders, told, kind, text in on_ranks(WORLD, prefetched):
+        assert orders == [["blocks.1"]] * 4 and kind and text.startswith("Linear(")
+        assert all(word in message for word, message in zip(words, told, strict=True))

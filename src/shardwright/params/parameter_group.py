@@ -60,7 +60,7 @@ class ParameterGroup:
     open, busy: how many forwards, and backwards, of the parameter group's module are at work, where modules tell
     (unshard_hooks.py). W is not released meanwhile. vacated: members whose W backward has released already.
     trained_bytes: of the members whose gradients this backward may bring. expired: what is gathered is out of date, the
-    next request gathers again.
+    next request gathers again. held: it was unsharded by name, and nobody has asked for it since; it is not counted.
     """
 
     def __init__(self, name: str, sharding: Sharding):
@@ -72,7 +72,7 @@ class ParameterGroup:
         self.vacated: list[Shard] = []
         self._arrivals: list[CoalescedAllGatherHandle | PackedAllGatherHandle] = []
         self._seen: list[Version] = []
-        self.expired = False
+        self.expired = self.held = False
         self._operations: dict[tuple[str, AxisGroup], Logged] = {}  # of this backward: launches of one kind are one
 
     @property
@@ -96,7 +96,7 @@ class ParameterGroup:
     @property
     def idle(self) -> bool:
         """Whether W may be released before its backward is over."""
-        if self.open or self.busy or self.sharding.resident:
+        if self.open or self.busy or self.held or self.sharding.resident:
             return False
         return not (self.sharding.keep and self.uses)
 

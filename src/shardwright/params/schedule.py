@@ -17,6 +17,7 @@ from torch.autograd import Variable
 
 from shardwright import trace
 from shardwright.comm.agreement import Agreement, agree
+from shardwright.params.order import Order
 from shardwright.params.parameter_group import ParameterGroup, Use
 from shardwright.params.reductions import Reductions
 from shardwright.params.shard import Shard
@@ -25,27 +26,6 @@ from shardwright.spec.sharding import Sharding
 
 class InFlightError(RuntimeError):
     """More parameter groups gathered at once than stated; the message names the parameter group that asked."""
-
-
-class _Order:
-    """The parameter groups that one kind of pass asks for, as the last whole pass had it."""
-
-    def __init__(self) -> None:
-        self.known: list[ParameterGroup] = []
-        self.now: list[ParameterGroup] = []
-        self._alike = True
-
-    def begin(self) -> None:
-        """A new pass of this kind."""
-        if self.now:
-            self.known, self.now, self._alike = self.now, [], True
-
-    def arrive(self, param_group: ParameterGroup) -> list[ParameterGroup]:
-        """``param_group`` is asked for; those that come after it, as long as this pass goes like the known one."""
-        place = len(self.now)
-        self.now.append(param_group)
-        self._alike = self._alike and place < len(self.known) and self.known[place] is param_group
-        return self.known[place + 1 :] if self._alike else []
 
 
 class Schedule:
@@ -64,7 +44,7 @@ class Schedule:
         self.reductions: Reductions = Reductions(self.param_groups, unused_are_zeros, self._travels)
         self._number = 0
         self.inside = 0  # forwards of the root module at work
-        self._orders = {kind: _Order() for kind in ("forward", "backward")}
+        self.orders = {kind: Order() for kind in ("forward", "backward")}
         self._kind = ""
         self._task = -1
         self._at: ParameterGroup | None = None
@@ -161,12 +141,13 @@ class Schedule:
         self.begin_pass()
         again = again and bool(param_group.vacated)
         if self._at is param_group and param_group.current and not again:
+            param_group.held = False
             if wait:
                 param_group.wait()
             return
-        following = (
-            self._orders[self._kind].arrive(param_group)[: self.in_flight - 1] if self._at is not param_group else []
-        )
+        param_group.held = False
+        order = self.orders[self._kind]
+        following = order.arrive(param_group, self.in_flight - 1) if self._at is not param_group else []
         self._at = param_group
         self._release_all_but(param_group, following)
         if not param_group.current or again:
@@ -220,12 +201,26 @@ class Schedule:
         """Whether ``param_group`` may be gathered beside what is alive. Parameter groups that are kept for backward are
         not counted.
         """
-        if param_group.sharding.resident:
+        if param_group.sharding.resident or param_group.held:
             return True
         others = [
             other for other in self._alive() if other is not param_group and (other.open or other.busy or other.idle)
         ]
         return len(others) < self.in_flight
+
+    def hold(self, param_group: ParameterGroup) -> None:
+        """Starts to gather ``param_group``, which stays until it is asked for, or ``let_go``; ``in_flight`` aside."""
+        self.begin_pass()
+        param_group.held = True
+        if param_group.gathers and not param_group.current:
+            self._start(param_group, "async")
+
+    def let_go(self, param_group: ParameterGroup) -> None:
+        """Releases ``param_group``, where no forward and no backward is at work with it, though it were kept."""
+        param_group.held = False
+        at_work = param_group.open or param_group.busy or param_group.sharding.resident
+        if param_group.gathered and not at_work:
+            param_group.release()
 
     def _release_all_but(self, param_group: ParameterGroup, following: list[ParameterGroup]) -> None:
         for other in self._alive():
@@ -252,7 +247,7 @@ class Schedule:
 
     def _enter(self, kind: str) -> None:
         self._kind, self._at, self._following = kind, None, []
-        self._orders[kind].begin()
+        self.orders[kind].begin()
 
     def begin_backward(self, task: int) -> None:
         """Called by whatever happens first in a backward."""
@@ -279,7 +274,7 @@ class Schedule:
                 if self.unused_are_zeros and not self.reductions.accumulating:
                     param_group.expired = True  # on every rank alike, whichever it used
             for param_group in self._alive():
-                if not param_group.open and not (param_group.sharding.keep and param_group.uses):
+                if not (param_group.open or param_group.held or (param_group.sharding.keep and param_group.uses)):
                     param_group.release()
             self._at = None
 

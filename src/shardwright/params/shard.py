@@ -151,6 +151,11 @@ class Shard:
             arena.renew(self._whole, "gathered", owner)
         return self._whole
 
+    @property
+    def readable(self) -> torch.Tensor:
+        """W as it is now, nobody asked: what is gathered, if its parameter group is."""
+        return self.local if self._whole is None else self._whole
+
     def vacate(self) -> None:
         """Gives the memory of the gathered W back."""
         if self._whole is not None:

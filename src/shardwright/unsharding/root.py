@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from shardwright.errors import InputError
 from shardwright.params.schedule import Schedule
 from shardwright.params.store import ParameterStore
+from shardwright.unsharding.places import Place, ShownParameters
 from shardwright.unsharding.saved_weights import SavedWeights
 from shardwright.unsharding.unshard_hooks import UnshardHooks, refuse_compile, refuse_copy
 
@@ -23,9 +25,10 @@ class Root:
     and from now on. Groups of inner calls of ``shard`` (``joined``) are released after the forward in any case.
     """
 
-    def __init__(self, module: nn.Module, store: ParameterStore, checks: bool, divisor: int):
+    def __init__(self, module: nn.Module, store: ParameterStore, places: Sequence[Place], checks: bool, divisor: int):
         self.name, self.store, self.is_part = type(module).__name__, store, False
-        self.checks, self.divisor = checks, divisor
+        self.places, self.checks, self.divisor = places, checks, divisor
+        self.shown = ShownParameters()
         self.saved, self.hooks = SavedWeights(), list[UnshardHooks]()
         self.joined: list[Root] = []
         self.param_groups = list(store.schedule.param_groups)  # of this call; those of inner calls aside
@@ -73,6 +76,50 @@ class Root:
         self.store.schedule.release_idle(self.param_groups)
         for inner in self.joined:
             inner.release_own()
+
+    def unshard(self) -> None:
+        """Starts to gather the groups of this call."""
+        self.shown.hide()
+        for param_group in self.param_groups:
+            self.store.schedule.hold(param_group)
+
+    def wait(self) -> None:
+        """Until the groups of this call are there; their modules show them."""
+        for param_group in self.param_groups:
+            param_group.wait()
+        self.shown.show([place for place in self.places if place.stored.param_group.held])
+
+    def reshard(self) -> None:
+        """The modules have their DTensors again, and the groups of this call are released."""
+        self.shown.hide()
+        for param_group in self.param_groups:
+            self.store.schedule.let_go(param_group)
+
+    def gather_ahead(self, kind: str, roots: Sequence[Root]) -> None:
+        """When the group of this call is asked for in a pass of ``kind``, those of ``roots`` are gathered ahead.
+
+        Raises InputError where this call has not one group, a root is sharded apart from this one, or there are more
+        groups than ``in_flight`` allows.
+        """
+        word, schedule = f"set_modules_to_{kind}_prefetch", self.store.schedule
+        count = len(self.param_groups)
+        if count != 1:
+            raise InputError(f"{word}: found {count} parameter groups of {self.name} itself; allowed: 1 (groups=[''])")
+        if any(root.store is not self.store for root in roots):
+            raise InputError(
+                f"{word}: found a module that is sharded apart; allowed: after the call on the whole model"
+            )
+        ahead = [param_group for root in roots for param_group in root.param_groups]
+        if len(ahead) >= schedule.in_flight:
+            raise InputError(
+                f"{word}: found {len(ahead)} parameter groups ahead at in_flight {schedule.in_flight}; allowed: at "
+                "most in_flight - 1 (state in_flight in the call on the whole model)"
+            )
+        stated = schedule.orders[kind].stated
+        if ahead:
+            stated[self.param_groups[0]] = ahead
+        else:
+            stated.pop(self.param_groups[0], None)
 
     def join(self, inner: Root, name: str) -> None:
         """What an inner call has sharded, the submodule ``name``, is a part of this: one store, one schedule.

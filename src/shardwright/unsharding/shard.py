@@ -24,9 +24,11 @@ from shardwright.params.store import ParameterStore
 from shardwright.params.stored import StoredParameter
 from shardwright.spec.sharding import LEVELS, Sharding
 from shardwright.unsharding.mixed_precision import MixedPrecision
+from shardwright.unsharding.places import Place
 from shardwright.unsharding.retired import RetiredParameter, retire
 from shardwright.unsharding.root import Root
-from shardwright.unsharding.unshard_hooks import Place, UnshardHooks
+from shardwright.unsharding.sharded_module import ROOT, give_methods
+from shardwright.unsharding.unshard_hooks import UnshardHooks
 from shardwright.values.initial import Source, from_values
 
 REDUCE = ("sum", "mean")
@@ -34,9 +36,6 @@ REDUCE = ("sum", "mean")
 
 UNUSED = ("error", "zeros")
 """What a parameter is to a rank that does not use it while others do."""
-
-ROOT = "_shard_root"
-"""The key under which a module that ``shard`` was called on holds what happens around its forward."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def shard(
     mixed_precision: MixedPrecision | None = None,
     source: Source = from_values,
 ) -> nn.Module:
-    """Stores the parameters of ``module`` over the axes of ``mesh_axes``, in place; returns it.
+    """Stores the parameters of ``module`` over the axes of ``mesh_axes``, in place; returns it, a ShardedModule.
 
     mesh_axes: the mesh (or submesh) over whose axes the data are split. level: one word of ``replicate``,
     ``optimizer``, ``gradients``, ``parameters`` for all axes, or {axis: word} (hybrid: {"replica": "replicate",
@@ -116,7 +115,8 @@ def shard(
     axes = mesh_axes.mesh_dim_names or ()
     call = Call(in_flight, groups, source, unused == "zeros", checks, _ignored(module, ignored_parameters))
     divisor = mesh_axes.size() if reduce == "mean" else 1
-    return lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, call, divisor)
+    lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, call, divisor)
+    return give_methods(module)
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
@@ -160,7 +160,7 @@ def lend(
     places = _place_all(modules, store, axes, call, names)
     for stored in store.schedule.reductions.members:
         stored.divisor = divisor
-    root = Root(module, store, call.checks, divisor)
+    root = Root(module, store, places, call.checks, divisor)
     for name, inner_root in inner_roots.items():
         root.join(inner_root, name)
         cast(Any, module.get_submodule(name)).parameter_store = store
@@ -171,7 +171,7 @@ def lend(
         param_group = _innermost(names, name)
         below = [place for place in places if _holds(name, place.holder) and place.param_group == param_group]
         if below:
-            root.hooks.append(UnshardHooks(inner, store.schedule, root.saved, below))
+            root.hooks.append(UnshardHooks(inner, store.schedule, root.saved, below, root.shown))
     module.register_forward_hook(root.end, always_call=True)  # after them
     cast(Any, module).parameter_store = store
     module.__dict__[ROOT] = root

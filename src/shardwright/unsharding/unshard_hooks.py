@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -29,29 +28,8 @@ from shardwright.params.schedule import Schedule
 from shardwright.params.shard import Version
 from shardwright.params.stored import StoredParameter
 from shardwright.params.written import fingerprint
+from shardwright.unsharding.places import Place, ShownParameters
 from shardwright.unsharding.saved_weights import Handle, SavedWeights
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a plain module uses a parameter: ``module.key``. param_group: the name of the parameter group whose module
-    that lies in.
-
-    The module holds the place by its hooks, so the place does not hold the module: who drops a model frees it.
-    """
-
-    holder: str
-    reference: weakref.ref[nn.Module]
-    key: str
-    stored: StoredParameter
-    param_group: str
-
-    @property
-    def module(self) -> nn.Module:
-        """The module, which lives as long as somebody calls it."""
-        module = self.reference()
-        assert module is not None
-        return module
 
 
 class UnshardHooks:
@@ -60,8 +38,15 @@ class UnshardHooks:
     So a group's module unshards all, and what is inside does only when it is called by itself: in a recomputation.
     """
 
-    def __init__(self, module: nn.Module, schedule: Schedule, saved: SavedWeights, places: Sequence[Place]):
-        self.places, self.schedule, self.saved = places, schedule, saved
+    def __init__(
+        self,
+        module: nn.Module,
+        schedule: Schedule,
+        saved: SavedWeights,
+        places: Sequence[Place],
+        shown: ShownParameters,
+    ):
+        self.places, self.schedule, self.saved, self.shown = places, schedule, saved, shown
         self._releases = any(place.stored.releases for place in places)
         self._calls: list[tuple[ModuleCall | None, bool]] = []
         module.register_forward_pre_hook(self._unshard, with_kwargs=True)
@@ -69,6 +54,7 @@ class UnshardHooks:
 
     def _unshard(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         refuse_compile(type(module).__name__)
+        self.shown.hide()
         places = [place for place in self.places if place.key not in place.module.__dict__]
         call = None
         self._calls.append((None, False))
