@@ -23,7 +23,7 @@ from shardwright.params.schedule import Schedule
 from shardwright.params.store import ParameterStore
 from shardwright.params.stored import StoredParameter
 from shardwright.spec.sharding import LEVELS, Sharding
-from shardwright.unsharding.mixed_precision import MixedPrecision
+from shardwright.unsharding.mixed_precision import MixedPrecision, chosen_types
 from shardwright.unsharding.places import Place
 from shardwright.unsharding.retired import RetiredParameter, retire
 from shardwright.unsharding.root import Root
@@ -102,21 +102,22 @@ def shard(
     gradient: backward refuses it. Raises InputError where an axis or a level is unknown, or parameter groups match
     nothing, where a module is sharded twice, and where an ignored parameter is none of the module's.
     """
-    if mixed_precision is not None:
-        if dtype is not None or reduce_dtype is not None:
-            raise InputError("mixed_precision: found beside dtype or reduce_dtype; allowed: one of the two ways")
-        dtype, reduce_dtype = mixed_precision.dtype, mixed_precision.reduce_dtype
-    for name, word, allowed in (("reduce", reduce, REDUCE), ("unused", unused, UNUSED)):
-        if word not in allowed:
-            raise InputError(f"{name}: found {word!r}; allowed: {', '.join(allowed)}")
-    if unused == "zeros" and not checks:
-        raise InputError("checks: found False beside unused='zeros'; allowed: True, since ranks must agree then")
-    sharding = _sharding(mesh_axes, level, keep, dtype, reduce_dtype, parse_bytes(bucket, "bucket"))
+    _check_words(reduce, unused, checks)
+    policy = chosen_types(mixed_precision, dtype, reduce_dtype)
+    sharding = _sharding(mesh_axes, level, keep, policy, parse_bytes(bucket, "bucket"))
     axes = mesh_axes.mesh_dim_names or ()
     call = Call(in_flight, groups, source, unused == "zeros", checks, _ignored(module, ignored_parameters))
     divisor = mesh_axes.size() if reduce == "mean" else 1
     lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, call, divisor)
     return give_methods(module)
+
+
+def _check_words(reduce: str, unused: str, checks: bool) -> None:
+    for name, word, allowed in (("reduce", reduce, REDUCE), ("unused", unused, UNUSED)):
+        if word not in allowed:
+            raise InputError(f"{name}: found {word!r}; allowed: {', '.join(allowed)}")
+    if unused == "zeros" and not checks:
+        raise InputError("checks: found False beside unused='zeros'; allowed: True, since ranks must agree then")
 
 
 def no_sync(module: nn.Module) -> AbstractContextManager[None]:
@@ -235,8 +236,7 @@ def _sharding(
     mesh: DeviceMesh,
     level: str | Mapping[str, str],
     keep: bool,
-    dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
+    policy: MixedPrecision,
     bucket: int,
 ) -> Sharding:
     axes = mesh.mesh_dim_names or ()
@@ -252,7 +252,7 @@ def _sharding(
     def name(kind: torch.dtype | None) -> str | None:
         return None if kind is None else str(kind).removeprefix("torch.")
 
-    return Sharding(chosen[0], split, keep, name(dtype), name(reduce_dtype), bucket)
+    return Sharding(chosen[0], split, keep, name(policy.dtype), name(policy.reduce_dtype), bucket)
 
 
 def _param_group_names(module: nn.Module, patterns: Sequence[str] | None) -> list[str]:
