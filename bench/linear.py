@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from rows import Row, run
 from table import markdown
 from timing import time_in_turns, write
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from variants import Task, Variant, every_variant, rows_of, settled
 
@@ -31,7 +29,6 @@ import shardwright as sw
 from shardwright.spec.mesh import chunk
 from shardwright.trace import note
 from shardwright.trace.events import Alloc, Free
-from shardwright.trace.recorder import Recorder
 from shardwright.trace.reports import active
 
 RESIDENT = ("parameter", "buffer", "input", "gradient", "saved")
@@ -123,14 +120,12 @@ def inspect(variant: Variant, expected: list[torch.Tensor], mesh: DeviceMesh) ->
 @contextmanager
 def recorded(variant: Variant) -> Iterator[tuple[sw.Trace, set[int]]]:
     """The trace of a step, and which of its storages are *edges*: what one layer hands to the next, either way."""
-    own, edges = Recorder._own, set[int]()
-
-    def own_arrived(self: Recorder, tensor: torch.Tensor, *rest: str) -> Any:
-        # torch wraps a tensor that is to arrive; the wrapper's storage is none
-        return own(self, tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor, *rest)
+    edges = set[int]()
 
     def edge(tensor: torch.Tensor) -> None:
-        edges.add(active()._own(tensor, "temporary", "", "").number)
+        recorder = active()
+        assert recorder is not None
+        edges.add(recorder.storage_of(tensor))
 
     def after(layer: nn.Module, args: Any, y: torch.Tensor) -> None:
         edge(y)
@@ -139,7 +134,7 @@ def recorded(variant: Variant) -> Iterator[tuple[sw.Trace, set[int]]]:
     hooks = [layer.register_forward_hook(after) for layer in variant.module.children()]
     hooks.append(variant.module.register_forward_hook(lambda module, args, y: note(settled(y), "input")))
     hooks.append(variant.x.register_post_accumulate_grad_hook(lambda x: note(settled(x.grad), "gradient")))
-    with mock.patch.object(Recorder, "_own", own_arrived), sw.record(variant.module) as trace:
+    with sw.record(variant.module) as trace:
         yield trace, edges
     for hook in hooks:
         hook.remove()

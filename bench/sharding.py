@@ -29,7 +29,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 import shardwright as sw
 from shardwright import trace
 from shardwright.trace.events import Alloc, Free
-from shardwright.trace.recorder import Recorder
 
 TOLERANCE = 1e-4  # of gradients, relative
 LANDED = ("parameter", "buffer", "input", "gradient", "optimizer")
@@ -111,17 +110,22 @@ def inspect(variant: Variant, expected: list[torch.Tensor]) -> dict[str, float]:
     return dict(zip(numbers, worst.tolist(), strict=True))
 
 
+class Carriers:
+    """The storages that communication operators were handed."""
+
+    def __init__(self) -> None:
+        self.storages = set[int]()
+
+    def operator(self, name: str, storages: list[int]) -> None:
+        """Keeps those of torch's communication operators and of FSDP2's copies in and out."""
+        if name.startswith(("c10d.", "fsdp.")):
+            self.storages.update(storages)
+
+
 @contextmanager
 def recorded(variant: Variant) -> Iterator[tuple[sw.Trace, set[int]]]:
     """The trace of a step, and which of its storages carried communication."""
-    carriers = set[int]()
-    dispatch = Recorder.__torch_dispatch__
-
-    def watching(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "fsdp") and not self._quiet:
-            for tensor in tensors((args, kwargs or {})):
-                carriers.add(self._own(trace.plain(tensor), "temporary", "", "").number)
-        return dispatch(self, func, types, args, kwargs)
+    carriers = Carriers()
 
     # FSDP2 gives the memory of gathered parameters back by resizing their storage, unseen by operators.
     freed, allocated = _fsdp_param.free_storage, _fsdp_param.alloc_storage
@@ -143,25 +147,15 @@ def recorded(variant: Variant) -> Iterator[tuple[sw.Trace, set[int]]]:
 
     hook = variant.optimizer.register_step_pre_hook(landed)
     with (
-        mock.patch.object(Recorder, "__torch_dispatch__", watching),
         mock.patch.object(_fsdp_param, "free_storage", free),
         mock.patch.object(_fsdp_param, "alloc_storage", allocate),
-        sw.record(variant.module, variant.optimizer) as found,
+        sw.record(variant.module, variant.optimizer, observer=carriers) as found,
     ):
-        yield found, carriers
+        yield found, carriers.storages
     hook.remove()
-    carriers |= {n for n, storage in enumerate(found.storages) if storage.category in ("gathered", "unreduced")}
-
-
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors(each)
-    elif isinstance(value, dict):
-        yield from tensors(list(value.values()))
+    for number, storage in enumerate(found.storages):
+        if storage.category in ("gathered", "unreduced"):
+            carriers.storages.add(number)
 
 
 def most_alive(found: sw.Trace, carriers: set[int]) -> int:

@@ -25,7 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwright as sw
 from shardwright.comm.collectives import reduce_scatter
-from shardwright.params.schedule import Schedule
+from shardwright.params.launches import Launch
+from shardwright.params.reductions import Reductions
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,14 @@ def ours(task: Task, mesh: DeviceMesh, name: str, settings: dict[str, Any], bloc
 @contextmanager
 def at_once() -> Iterator[None]:
     """Reductions are waited for where they are issued."""
-    begun = Schedule.reduce
+    issue = Reductions._issue
 
-    def reduce(self: Schedule, unit: Any, fresh: Any) -> None:
-        begun(self, unit, fresh)
+    def issue_and_wait(self: Reductions, launch: Launch) -> None:
+        issue(self, launch)
         while self._moving:
             self._step_all()
 
-    with mock.patch.object(Schedule, "reduce", reduce):
+    with mock.patch.object(Reductions, "_issue", issue_and_wait):
         yield
 
 

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from shardwright.trace import CATEGORIES, PHASES, Alloc, Free, Op, Trace, record, span
+from shardwright.trace import CATEGORIES, PHASES, Alloc, Free, Op, Trace, active, plain, record, span
 
 
 def build(width=32, seed=0):
@@ -222,3 +223,31 @@ def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
     with pytest.raises(sw.InputError, match="found no file"):
         Trace.load(tmp_path / "missing")
+
+
+def test_an_observer_is_told_of_each_operator_and_of_the_storages_it_is_handed():
+    class Observer:
+        def __init__(self):
+            self.told = []
+
+        def operator(self, name, storages):
+            self.told.append((name, storages))
+
+    observer, (model, _), x = Observer(), build(), torch.randn(4, 16)
+    with record(model, observer=observer) as trace:
+        y = model(x)
+        made = active().storage_of(torch.ones(3))
+    del y
+    operators = [event for event in trace.events if isinstance(event, Op)]
+    assert [(name, len(storages)) for name, storages in observer.told] == [(o.name, len(o.shapes)) for o in operators]
+    products = [storages for name, storages in observer.told if name == "aten.addmm.default"]
+    assert [[trace.storages[number].category for number in storages] for storages in products] == [
+        ["parameter", "input", "parameter"],
+        ["parameter", "saved", "parameter"],
+    ]
+    assert trace.storages[made].bytes == 12
+
+
+def test_what_a_tensor_on_its_way_will_hold_is_its_storage():
+    arrived = torch.ones(3)
+    assert plain(AsyncCollectiveTensor(arrived)) is arrived

@@ -6,7 +6,7 @@ derives a number again. The runtime speaks to the active recorder through ``coll
 """
 
 from shardwright.trace.events import CATEGORIES, PHASES, Alloc, Collective, Event, Free, Mark, Op, Storage, Wait
-from shardwright.trace.recorder import plain
+from shardwright.trace.recorder import Observer, plain
 from shardwright.trace.recording import collector_at_rest, record
 from shardwright.trace.reports import active, collective, note, quiet, released, renewed, span, unlogged, waited
 from shardwright.trace.trace import Alive, Entry, Peak, Point, Trace
@@ -21,6 +21,7 @@ __all__ = [
     "Event",
     "Free",
     "Mark",
+    "Observer",
     "Op",
     "Peak",
     "Point",

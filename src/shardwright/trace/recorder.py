@@ -11,10 +11,11 @@ import bisect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from shardwright.trace.events import CATEGORIES, Alloc, Event, Free, Mark, Op, Storage
@@ -45,16 +46,33 @@ class _Owner:
             self.category = category
 
 
+class Observer(Protocol):
+    """Is told of every operator that a recorder writes down, before it runs."""
+
+    def operator(self, name: str, storages: list[int]) -> None:
+        """name: as torch has it, such as ``c10d.allreduce_.default``; storages: those of its arguments, as places in
+        ``Trace.storages``, one for each tensor.
+        """
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that owns bytes on this rank: a DTensor's local part, any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """The tensor that owns bytes on this rank: a DTensor's local part, what a tensor that is still on its way will
+    hold, any other tensor itself.
+    """
+    return _arrived(getattr(tensor, "_local_tensor", tensor))
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """torch wraps what a collective is to bring; the wrapper's storage is none."""
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 class Recorder(TorchDispatchMode):
     """Appends to ``events`` what happens while it is active. Use ``record``, which installs its hooks."""
 
-    def __init__(self) -> None:
+    def __init__(self, observer: Observer | None = None) -> None:
         super().__init__()
+        self._observer = observer
         self.events: list[Event] = []
         self.saved: list[int] = []
         self.step = 1
@@ -134,6 +152,10 @@ class Recorder(TorchDispatchMode):
     def note(self, tensor: torch.Tensor, category: str) -> None:
         """``category`` applies to the tensor's storage, from its birth on."""
         self._own(plain(tensor), "temporary", self.module(), "").note(category)
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """The place of the tensor's storage in ``Trace.storages``."""
+        return self._own(plain(tensor), "temporary", self.module(), "").number
 
     # -- where we are -------------------------------------------------------------------------------------------------
 
@@ -277,16 +299,16 @@ class Recorder(TorchDispatchMode):
             self.events.append(Op(self.step, self.phase, module, name, (tuple(args[0].shape),)))
             return result
         shapes: list[tuple[int, ...]] = []
-        for tensor in _tensors(args):
+        numbers: list[int] = []
+        for tensor in (*_tensors(args), *_tensors(tuple(kwargs.values()))):
             shapes.append(tuple(tensor.shape))
-            self._own(tensor, "input", module, "")
-        for tensor in _tensors(tuple(kwargs.values())):
-            shapes.append(tuple(tensor.shape))
-            self._own(tensor, "input", module, "")
+            numbers.append(self._own(tensor, "input", module, "").number)
+        if self._observer is not None:
+            self._observer.operator(name, numbers)
         self.events.append(Op(self.step, self.phase, module, name, tuple(shapes)))
         result = func(*args, **kwargs)
         for tensor in _tensors((result,)):
-            self._own(tensor, "temporary", module, name)
+            self._own(_arrived(tensor), "temporary", module, name)
         return result
 
 

@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwright.trace.recorder import Recorder
+from shardwright.trace.recorder import Observer, Recorder
 from shardwright.trace.trace import Trace
 
 
 @contextmanager
-def record(*roots: Any) -> Iterator[Trace]:
+def record(*roots: Any, observer: Observer | None = None) -> Iterator[Trace]:
     """Records what runs inside the ``with`` block.
 
     roots: the modules, optimizers and tensors alive at the start; other tensors enter as ``input`` when first used.
+    observer: is told of every operator, and of the storages that it is handed.
     Yields a Trace, complete when the block ends. Works on real tensors and under a FakeTensorMode alike.
     """
     trace = Trace()
-    recorder = Recorder()
+    recorder = Recorder(observer)
     hooks = torch.nn.modules.module
     with collector_at_rest():
         handles: list[Any] = [
