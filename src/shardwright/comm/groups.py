@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.comm.divergence import LastIssued
 from shardwright.comm.library import few, stated_timeout, timeout_of
 from shardwright.errors import InputError
-from shardwright.spec.mesh import coordinates, nested_chunk
+from shardwright.spec.mesh import coordinates, nested_chunk, ranks_at, size_along
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Groups:
         names may be used as those of axes. In a trace, collectives along them are told by ``axes``.
         """
         axes = tuple(axis for axis in self.sizes if axis in axes)
-        ranks, joined = math.prod(self.sizes[axis] for axis in axes), "_".join(axes)
+        ranks, joined = size_along(self.sizes, axes), "_".join(axes)
         if ranks % parts:
             raise InputError(f"parts: found {parts}; allowed: a divisor of {'×'.join(axes)} = {ranks}")
         runs, names = ranks // parts, (f"{joined}_parts_{parts}", f"{joined}_copies_{parts}")
@@ -142,10 +141,7 @@ class Groups:
 
     def _members(self, names: Sequence[str]) -> tuple[int, ...]:
         free = {axis for name in names for axis in self.base_axes(name)}
-        positions = [0]
-        for axis, size in self.sizes.items():
-            here = range(size) if axis in free else (self.place[axis],)
-            positions = [position * size + i for position in positions for i in here]
+        positions = [*ranks_at(self.place, free, self.sizes)]
         for sub in (self._sub_axes[name] for name in names if name in self._sub_axes):
             _, other = sub.places(self.place, self.sizes)
             positions = [p for p in positions if sub.places(coordinates(p, self.sizes), self.sizes)[1] == other]

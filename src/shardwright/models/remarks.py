@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from shardwright.families.table import family_of, has_rule
 from shardwright.models.positions import check_positions
+from shardwright.spec.mesh import size_along
 from shardwright.spec.plan import Plan
 from shardwright.spec.resolved import unapplied
 from shardwright.spec.sharding import Sharding
@@ -80,9 +80,9 @@ def _of_storage(config: Any, plan: Plan) -> Iterator[Said]:
             for axis in axes:
                 if axis not in plan.data_axes and plan.mesh[axis] > 1:
                     yield f"axes: {axis}", pattern, "it splits no data: what it splits of W is stored so already"
-        if stored.reduce_dtype not in (None, plan.stored_dtype) and _ranks(plan, plan.data_axes) == 1:
+        if stored.reduce_dtype not in (None, plan.stored_dtype) and size_along(plan.mesh, plan.data_axes) == 1:
             yield f"reduce_dtype: {stored.reduce_dtype}", pattern, "no other rank has a share of its gradients"
-    if plan.bucket and _ranks(plan, plan.data_axes) == 1:
+    if plan.bucket and size_along(plan.mesh, plan.data_axes) == 1:
         yield f"bucket: {plan.bucket}", "*", "no gradient travels: one rank has all data"
     sites = has_rule(config) and any(
         layout.axes_where("w", "sharded")
@@ -95,8 +95,4 @@ def _of_storage(config: Any, plan: Plan) -> Iterator[Said]:
 def _split(plan: Plan, pattern: str) -> bool:
     """Whether the storage of the parameter groups of a pattern is split over more than one rank."""
     sharding: Sharding = plan.sharding_of(plan.params[pattern])
-    return sharding.split and _ranks(plan, sharding.axes) > 1
-
-
-def _ranks(plan: Plan, axes: tuple[str, ...]) -> int:
-    return math.prod(plan.mesh[axis] for axis in axes)
+    return sharding.split and size_along(plan.mesh, sharding.axes) > 1

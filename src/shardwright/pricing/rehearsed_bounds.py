@@ -7,7 +7,6 @@ micro-batches needs fewer or smaller operators, so one rehearsal bounds every st
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +21,7 @@ from shardwright.pricing.cut import cut
 from shardwright.simulate.machine import Machine
 from shardwright.space.problem import Problem
 from shardwright.space.space import GRIDS, Mode, Structure
+from shardwright.spec.mesh import size_along
 from shardwright.spec.plan import Plan
 from shardwright.spec.site import Site
 from shardwright.stretching.runs import Run, kinds, rehearse_few, runs
@@ -89,7 +89,7 @@ def rehearsed_bound(family: Family, config: Any, plan: Plan, machine: Machine) -
     kept = min(2 * run.period, run.length)
     first, second = range(kept - run.period), range(kept - run.period, kept)
     head = family.sites(config, plan.batch * plan.sequence)[-1]
-    ranks = math.prod(plan.mesh[axis] for axis in plan.layout_for(head).n + plan.layout_for(head).k)
+    ranks = size_along(plan.mesh, plan.layout_for(head).n + plan.layout_for(head).k)
     small = copy.deepcopy(config)
     small.vocab_size, small.pad_token_id = min(config.vocab_size, SMALL_VOCABULARY * ranks), None
     probe = plan.evolve(recompute={f"{family.blocks}.{block}": "block" for block in first})

@@ -10,12 +10,12 @@ reduce-scattered.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwright.formulas.bounds import Grid, grids, lower_bound, ratio
 from shardwright.spec.layout import GridLayout
+from shardwright.spec.mesh import size_along
 from shardwright.spec.site import Site
 
 
@@ -53,7 +53,7 @@ def distance(site: Site, layout: GridLayout, mesh: Mapping[str, int], kept_w: bo
     """The distance of a site under a layout. kept_w: whether a gathered W is kept until backward."""
 
     def ranks(axes: tuple[str, ...]) -> int:
-        return math.prod(mesh[axis] for axis in axes)
+        return size_along(mesh, axes)
 
     grid = Grid(ranks(layout.m), ranks(layout.n), ranks(layout.k))
     m, n, k = site.m, site.n, site.k

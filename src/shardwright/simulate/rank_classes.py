@@ -7,7 +7,6 @@ activations are cut unevenly, pieces arrive in another order on every rank, so t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,7 +18,7 @@ from shardwright.formulas.place import Here
 from shardwright.models.build import build_meta
 from shardwright.models.config import load_config
 from shardwright.spec.layout import GridLayout
-from shardwright.spec.mesh import coordinates
+from shardwright.spec.mesh import coordinates, size_along
 from shardwright.spec.plan import Plan
 from shardwright.spec.site import Linear, Site
 
@@ -149,7 +148,7 @@ Dimension = tuple[int, tuple[str, ...], int]
 
 def _features(linear: Linear, layout: GridLayout, plan: Plan) -> Dimension:
     """The rows of W: units that are fewer than the ranks (key/value heads) are held one by each."""
-    if linear.sharable and linear.units % math.prod(plan.mesh[axis] for axis in layout.n):
+    if linear.sharable and linear.units % size_along(plan.mesh, layout.n):
         return linear.unit, (), 1
     return linear.n // linear.groups, layout.n, linear.groups
 

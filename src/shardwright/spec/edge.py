@@ -18,12 +18,12 @@ undone first, and made again.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, count
 
 from shardwright.spec.layout import GridLayout
+from shardwright.spec.mesh import size_along
 from shardwright.spec.site import Site
 
 Split = tuple[tuple[str, ...], tuple[str, ...]]
@@ -102,8 +102,8 @@ def _steps(here: Split, goal: Split, sizes: Mapping[str, int]) -> Iterator[tuple
 
 def _sent(step: Step, here: Split, sizes: Mapping[str, int]) -> float:
     """What a rank sends in both passes, in units of the whole activation (formulas/conversion.py has the bytes)."""
-    held = 1 / math.prod(sizes[axis] for axis in here[TOKENS] + here[FEATURES])
-    ranks = math.prod(sizes[axis] for axis in step.axes)
+    held = 1 / size_along(sizes, here[TOKENS] + here[FEATURES])
+    ranks = size_along(sizes, step.axes)
     if step.kind.startswith("to-"):
         return 2 * held * (ranks - 1) / ranks
     return held * (ranks - 1) / (ranks if step.kind.startswith("slice") else 1)

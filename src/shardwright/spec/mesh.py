@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shardwright.errors import InputError
 
@@ -24,6 +24,11 @@ def world_size(axes: Mapping[str, int]) -> int:
     return math.prod(axes.values())
 
 
+def size_along(axes: Mapping[str, int], along: Iterable[str]) -> int:
+    """Ranks along the axes ``along`` together; 1 for none."""
+    return math.prod(axes[axis] for axis in along)
+
+
 def coordinates(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
     """Where ``rank`` sits on every axis, the last axis running fastest."""
     if not 0 <= rank < world_size(axes):
@@ -36,7 +41,11 @@ def coordinates(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
 
 def ranks_along(rank: int, along: Sequence[str], axes: Mapping[str, int]) -> tuple[int, ...]:
     """The ranks that differ from ``rank`` only on the axes ``along``, in mesh order (``along`` in any order)."""
-    place = coordinates(rank, axes)
+    return ranks_at(coordinates(rank, axes), along, axes)
+
+
+def ranks_at(place: Mapping[str, int], along: Collection[str], axes: Mapping[str, int]) -> tuple[int, ...]:
+    """As ``ranks_along``, of the rank at ``place`` (mesh axis → coordinate)."""
     ranks = [0]
     for name, size in axes.items():
         here = range(size) if name in along else (place[name],)

@@ -14,11 +14,11 @@ The runtime adds process groups to it (``overlap/product.py``), the formulas add
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardwright.spec.layout import OVERLAP_MODES, GridLayout
+from shardwright.spec.mesh import size_along
 
 FEATURE_CHUNKS = 4
 """Where the layout states no chunks: a quarter of the reduction of Y is not hidden."""
@@ -128,7 +128,7 @@ class _Ranks:
 
     def __init__(self, layout: GridLayout, sizes: Mapping[str, int]):
         def ranks(operand: str, word: str) -> int:
-            return math.prod(sizes[axis] for axis in layout.axes_where(operand, word))
+            return size_along(sizes, layout.axes_where(operand, word))
 
         self.gathers_x, self.x_by_features = ranks("x", "sharded"), ranks("x", "sharded-features") > 1
         self.scatters_y, self.y_by_features = ranks("y", "sharded"), ranks("y", "sharded-features") > 1

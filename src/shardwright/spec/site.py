@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardwright.errors import InputError
 from shardwright.spec.layout import GridLayout
-from shardwright.spec.mesh import nested_chunk
+from shardwright.spec.mesh import nested_chunk, size_along
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def check_divides(site: Site, layout: GridLayout, sizes: Mapping[str, int]) -> N
             raise InputError(f"{site.name}: layout names axis {axis!r}; allowed: the mesh's axes ({', '.join(sizes)})")
 
     def ranks(axes: Sequence[str]) -> int:
-        return math.prod(sizes[axis] for axis in axes)
+        return size_along(sizes, axes)
 
     over = ranks(layout.output_feature_axes)
     for linear in site.linears:
@@ -124,14 +124,14 @@ def check_heads(qkv: Site, layout: GridLayout, batch: Collection[str], sizes: Ma
         return
     queries, names = qkv.linears[0], ", ".join(exchanged)
     by_m = [axis for axis in exchanged if axis in layout.m]
-    ways = [f"a batch that divides by {'×'.join(by_m)} = {math.prod(sizes[axis] for axis in by_m)}"] if by_m else []
+    ways = [f"a batch that divides by {'×'.join(by_m)} = {size_along(sizes, by_m)}"] if by_m else []
     ways += ["layout.y replicated"] if len(by_m) < len(exchanged) else []
     if queries.groups > 1:
         raise InputError(
             f"{qkv.name}: found tokens split by ({names}), and queries, keys and values in one linear; allowed: "
             f"{' and '.join(ways)}"
         )
-    over = math.prod(sizes[axis] for axis in layout.output_feature_axes)
+    over = size_along(sizes, layout.output_feature_axes)
     held = held_heads(queries, over)
     if any(start == stop for start, stop in (nested_chunk(held, ranks, i) for i in range(math.prod(ranks)))):
         raise InputError(
