@@ -213,8 +213,7 @@ def _ignored(module: nn.Module, chosen: Collection[str | nn.Parameter]) -> froze
 def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
     """In the place of Hugging Face's method, which would write this rank's shards."""
     raise InputError(
-        "save_pretrained: found sharded parameters; allowed: save_pretrained(model, directory) of "
-        "shardwright.checkpoint.export, called on every rank"
+        "save_pretrained: found sharded parameters; allowed: sw.save_pretrained(model, directory), called on every rank"
     )
 
 
