@@ -51,7 +51,7 @@ def main() -> int:
                 config,
                 mesh={"data": options.ranks},
                 layout="replicate",
-                batch=options.ranks,
+                micro_batch=options.ranks,
                 sequence=options.sequence,
                 dtype="bfloat16",
                 master_dtype="float32",

@@ -112,8 +112,8 @@ class Training:
         model = parallelize(build_meta(config, plan.stored_dtype), mesh, plan)
         self._step = TrainStep(model, mesh, plan)
         tokens = self._step.loss.tokens
-        rows = plan.batch // tokens.size
-        text = torch.randint(0, 2048, (plan.batch, plan.sequence + 1), generator=torch.Generator().manual_seed(7))
+        rows = plan.micro_batch // tokens.size
+        text = torch.randint(0, 2048, (plan.micro_batch, plan.sequence + 1), generator=torch.Generator().manual_seed(7))
         mine = text[tokens.index * rows : (tokens.index + 1) * rows]
         self._batch = [(mine[:, :-1].contiguous(), mine[:, 1:].contiguous())]
 

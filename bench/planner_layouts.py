@@ -98,7 +98,7 @@ class Task:
             config,
             mesh=MESHES[layout.mesh],
             layout=layout.layout,
-            batch=self.batch,
+            micro_batch=self.batch,
             sequence=self.sequence,
             dtype="float32",
             **layout.rest,

@@ -16,7 +16,7 @@ CONFIG = json.loads((Path(__file__).parent / "data" / "model_configs.json").read
 def rehearsed(tmp_path: Path, layout: str) -> dict:
     config, figures = tmp_path / "config.json", tmp_path / f"{layout}.json"
     config.write_text(json.dumps(CONFIG["config"]))
-    sizes = ["--mesh", "data=1,tensor=4", "--batch", "1", "--sequence", "4096", "--master-dtype", "bf16"]
+    sizes = ["--mesh", "data=1,tensor=4", "--micro-batch", "1", "--sequence", "4096", "--master-dtype", "bf16"]
     command = [sys.executable, "-m", "shardwright", "rehearse", config, "--layout", layout, *sizes, "--json", figures]
     subprocess.run([str(word) for word in command], check=True, capture_output=True)
     return json.loads(figures.read_text())

@@ -36,16 +36,17 @@ SIZES = {
 
 
 def plan_of(axes: dict[str, int], layout: str, **settings) -> Plan:
-    return tiny.plan_of(axes, layout, tiny.config_path(**SIZES), **{"batch": 4, "sequence": 8, **settings})
+    return tiny.plan_of(axes, layout, tiny.config_path(**SIZES), **{"micro_batch": 4, "sequence": 8, **settings})
 
 
 EVEN = {"vocab_size": 64, "intermediate_size": 64}
 UNEVEN = {
     "features": ({"data": 2, "tensor": 4}, "sequence-parallel", {}),
-    "storage": ({"data": 5, "tensor": 1}, "replicate", {"params": {"*": "parameters"}, "batch": 5}),
-    "sequences": ({"data": 2, "tensor": 2}, "tensor-all-reduce", {"batch": 5, "sequence": 7}),
-    "tokens": ({"data": 1, "tensor": 4}, "sequence-parallel-ring", {"sequence": 7, "batch": 1}),
-    "hybrid": ({"a": 2, "data": 3, "tensor": 2}, "sequence-parallel", {"params": {"*": "parameters"}, "batch": 3}),
+    "storage": ({"data": 5, "tensor": 1}, "replicate", {"params": {"*": "parameters"}, "micro_batch": 5}),
+    "sequences": ({"data": 2, "tensor": 2}, "tensor-all-reduce", {"micro_batch": 5, "sequence": 7}),
+    "tokens": ({"data": 1, "tensor": 4}, "sequence-parallel-ring", {"sequence": 7, "micro_batch": 1}),
+    "hybrid": ({"a": 2, "data": 3, "tensor": 2}, "sequence-parallel",
+               {"micro_batch": 3, "params": {"*": "parameters"}}),
 }  # fmt: skip
 
 
@@ -68,7 +69,9 @@ def test_one_rank_speaks_for_its_class(name):
 
 def test_where_all_divides_ranks_are_one_class():
     path = tiny.config_path(**{**SIZES, **EVEN})
-    plan = tiny.plan_of({"data": 16, "tensor": 2}, "sequence-parallel", path, batch=16, params={"*": "parameters"})
+    plan = tiny.plan_of(
+        {"data": 16, "tensor": 2}, "sequence-parallel", path, micro_batch=16, params={"*": "parameters"}
+    )
     assert rank_classes(path, plan) == (RankClass(tuple(range(32))),)
 
 
@@ -129,7 +132,7 @@ def test_d8_the_first_collective_that_a_rank_skips_is_named(monkeypatch):
     traces[3] = rehearse(plan.config_path, plan, 3, steps=1)
     over = [event for event in traces[2].collectives if event.axes == ("tensor",)]
     index = next(i for i, event in enumerate(over) if event.module == site and event.phase == "backward")
-    bytes_of_dx = plan.batch // 2 * plan.sequence * SIZES["hidden_size"] * 4
+    bytes_of_dx = plan.micro_batch // 2 * plan.sequence * SIZES["hidden_size"] * 4
     told = (
         f"collective {index} of the group of ranks 2, 3: rank 2 issues all_reduce over tensor of {bytes_of_dx:,} bytes"
     )

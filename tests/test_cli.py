@@ -18,7 +18,7 @@ from shardwright.trace import Alloc, Collective, Storage, Trace
 from shardwright.train.launch import command
 
 CONFIG = Path(str(resources.files("shardwright.demo") / "config.json"))
-SIZES = ["--layout", "sequence-parallel", "--batch", "8", "--sequence", "128"]
+SIZES = ["--layout", "sequence-parallel", "--micro-batch", "8", "--sequence", "128"]
 MESH = ["--mesh", "data=2,tensor=2"]
 
 
@@ -60,9 +60,20 @@ def test_help_loads_neither_torch_nor_transformers(command: list[str]) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["plan", "nosuch.json", "--devices", "8xH100-80GB", "--batch", "8", "--sequence", "128"],
-        ["plan", str(CONFIG), "--devices", "8xH1000", "--batch", "8", "--sequence", "128"],
-        ["plan", str(CONFIG), "--devices", "8xH100-80GB", "--batch", "8", "--sequence", "128", "--memory", "81GiB"],
+        ["plan", "nosuch.json", "--devices", "8xH100-80GB", "--global-batch", "8", "--sequence", "128"],
+        ["plan", str(CONFIG), "--devices", "8xH1000", "--global-batch", "8", "--sequence", "128"],
+        [
+            "plan",
+            str(CONFIG),
+            "--devices",
+            "8xH100-80GB",
+            "--global-batch",
+            "8",
+            "--sequence",
+            "128",
+            "--memory",
+            "81GiB",
+        ],
         ["rehearse", "nosuch.yaml"],
         ["rehearse", "nosuch.json", *SIZES, *MESH],
         ["rehearse", str(CONFIG), *SIZES, *MESH, "--cluster", "nosuch.yaml"],
@@ -91,7 +102,7 @@ def test_python_m_shardwright() -> None:
 @pytest.fixture
 def plan_path(tmp_path: Path) -> Path:
     plan = Plan.for_config(
-        CONFIG, mesh={"data": 2, "tensor": 2}, layout="sequence-parallel", batch=8, sequence=128, dtype="float32"
+        CONFIG, mesh={"data": 2, "tensor": 2}, layout="sequence-parallel", micro_batch=8, sequence=128, dtype="float32"
     )
     path = tmp_path / "plan.yaml"
     plan.save(path)
@@ -105,7 +116,7 @@ def test_rehearse_refuses_bad_input(plan_path: Path, tmp_path: Path) -> None:
     assert "nope.json" in refused("rehearse", tmp_path / "nope.json", *SIZES, *MESH)
     assert "--mesh" in refused("rehearse", CONFIG, *SIZES)
     assert "mesh: found 'data2'" in refused("rehearse", CONFIG, *SIZES, "--mesh", "data2")
-    assert "layout" in refused("rehearse", CONFIG, *MESH, "--layout", "nope", "--batch", "8", "--sequence", "128")
+    assert "layout" in refused("rehearse", CONFIG, *MESH, "--layout", "nope", "--micro-batch", "8", "--sequence", "128")
     assert "float12" in refused("rehearse", CONFIG, *SIZES, *MESH, "--dtype", "float12")
     assert "params.*: found 'zero9'; allowed: one of replicate" in refused(
         "rehearse", CONFIG, *SIZES, *MESH, "--level", "zero9"
@@ -120,7 +131,7 @@ def test_rehearse_refuses_bad_input(plan_path: Path, tmp_path: Path) -> None:
 
 def cluster_file(path: Path, devices: int, memory: str) -> Path:
     path.write_text(
-        f"version: 1\nhosts: 1\ndevices_per_host: {devices}\ndevice: {{name: small, memory: {memory}}}\n",
+        f"version: 2\nhosts: 1\ndevices_per_host: {devices}\ndevice: {{name: small, memory: {memory}}}\n",
         encoding="utf-8",
     )
     return path

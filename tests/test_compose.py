@@ -74,7 +74,7 @@ def drawn(number: int) -> tuple[Path, Plan]:
     two = [each for each in allowed if each.l > 1]
     structure = rng.choice(two if two and rng.random() < 0.3 else allowed)
     settings = {
-        "batch": batch,
+        "micro_batch": batch,
         "sequence": sequence,
         "backend": rng.choice(("nccl", "gloo")),
         "in_flight": rng.choice((1, 1, 2)),
@@ -122,7 +122,7 @@ def test_mixes_that_differ_in_their_counts_share_a_rehearsal(monkeypatch):
     path = tiny.config_path(**SIZES, num_hidden_layers=14)
     config, rules = load_config(path), family_of(load_config(path))
     structure = Structure(1, 2, 2, 1, "split", "parameters", False, 1)
-    base, sites = tiny.plan_of({"data": 1}, "replicate", path, batch=4, sequence=8), rules.sites(config, 4 * 8)
+    base, sites = tiny.plan_of({"data": 1}, "replicate", path, micro_batch=4, sequence=8), rules.sites(config, 4 * 8)
 
     def plan_with(recomputed: int):
         mode = MODES[4]
@@ -144,7 +144,7 @@ def test_a_plan_says_of_every_block_what_it_chose(recomputed):
     config, rules = load_config(path), family_of(load_config(path))
     structure = Structure(1, 2, 2, 1, "split", "parameters", False, 1)
     sites = rules.sites(config, 4 * 8)
-    base = tiny.plan_of({"data": 1}, "replicate", path, batch=4, sequence=8)
+    base = tiny.plan_of({"data": 1}, "replicate", path, micro_batch=4, sequence=8)
     for first, second in ((MODES[0], MODES[5]), (MODES[4], MODES[1])):
         chosen = [(first, second, "block")] * recomputed + [(second, first, "none")] * (6 - recomputed)
         plan = plan_of(structure, base, rules, sites, chosen)

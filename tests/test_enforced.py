@@ -96,7 +96,9 @@ def norms_moved(plan: Plan) -> tuple[int, int]:
 
 def test_norm_weights_move_under_bfloat16_as_it_is_by_default() -> None:
     """None of them did in bfloat16 without masters: 1 − 1e-4 is 1 there."""
-    plan = tiny.plan_of(MESH, "replicate", tiny.config_path(num_hidden_layers=1), dtype="bfloat16", batch=2, sequence=8)
+    plan = tiny.plan_of(
+        MESH, "replicate", tiny.config_path(num_hidden_layers=1), dtype="bfloat16", micro_batch=2, sequence=8
+    )
     moved, values = on_ranks(2, norms_moved, plan)[0]
     assert moved > 0.9 * values
     assert on_ranks(2, norms_moved, plan.evolve(master_dtype="bfloat16"))[0] == (0, values)
@@ -180,7 +182,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_si
     ids=["gpt2", "opt"],
 )
 def test_more_tokens_than_positions_are_refused(path: Any, changes: dict[str, Any], line: str) -> None:
-    plan = tiny.plan_of({"data": 1, "tensor": 1}, "replicate", path(), batch=1, **changes)
+    plan = tiny.plan_of({"data": 1, "tensor": 1}, "replicate", path(), micro_batch=1, **changes)
     refusal = f"sequence: found {plan.sequence}; allowed: {line}"
     config = load_config(plan.config_path)
     with pytest.raises(sw.InputError) as rehearsed:
@@ -194,7 +196,7 @@ def test_more_tokens_than_positions_are_refused(path: Any, changes: dict[str, An
 def test_more_tokens_than_positions_are_refused_when_planning() -> None:
     path = tiny.write_config(GPT2)
     with pytest.raises(sw.InputError, match="sequence: found 2048; allowed: at most 1024, the positions of the model"):
-        sw.plan(path, "1xH100-80GB", batch=1, sequence=2048)
+        sw.plan(path, "1xH100-80GB", global_batch=1, sequence=2048)
 
 
 def test_beyond_the_stated_length_of_rotary_positions_is_warned_of() -> None:
@@ -250,7 +252,7 @@ def steps_refused(plan: Plan) -> list[str]:
 
 
 def test_a_step_uses_what_it_is_given_or_refuses_it() -> None:
-    plan = tiny.plan_of(MESH, "replicate", accumulation=2, batch=4)
+    plan = tiny.plan_of(MESH, "replicate", accumulation=2, micro_batch=4)
     for told in on_ranks(2, steps_refused, plan):
         expected = [
             "model: found one that lies on no mesh; allowed: a model that sw.parallelize returned",

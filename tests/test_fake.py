@@ -27,7 +27,7 @@ CASES = {
 def test_a_rehearsal_is_the_one_of_torchs_own_mode(name, monkeypatch):
     family, layout, settings = CASES[name]
     path = tiny.write_config({"model_type": family, **FAMILIES[family]})
-    plan = tiny.plan_of({"data": 2, "tensor": 2}, layout, path, batch=4, params={"*": "parameters"}, **settings)
+    plan = tiny.plan_of({"data": 2, "tensor": 2}, layout, path, micro_batch=4, params={"*": "parameters"}, **settings)
     short = sw.rehearse(path, plan)
     monkeypatch.setattr(_rehearse, "ShortFakeMode", FakeTensorMode)
     usual = sw.rehearse(path, plan)

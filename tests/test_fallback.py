@@ -72,13 +72,13 @@ def test_families_whose_code_does_not_fit_are_refused(family):
         ({"data": 2, "tensor": 1}, "sequence-parallel", {}, r"layouts.\*: found sequence-parallel; allowed: replicate"),
         ({"data": 2}, sw.GridLayout(m="data", w="sharded"), {}, r"layouts.\*: found .*; allowed: replicate"),
         ({"data": 2}, "replicate", {"recompute": {"model.layer.*": "block"}}, "recompute"),
-        ({"data": 3}, "replicate", {}, "batch: found 4; allowed: a multiple of data = 3"),
+        ({"data": 3}, "replicate", {}, "micro_batch: found 4; allowed: a multiple of data = 3"),
     ],
 )
 def test_what_would_do_nothing_is_refused(axes, layout, changes, words):
     path = path_of("olmoe")
     try:
-        plan = tiny.plan_of(axes, layout, path, batch=BATCH, sequence=SEQUENCE, fallback=True, **changes)
+        plan = tiny.plan_of(axes, layout, path, micro_batch=BATCH, sequence=SEQUENCE, fallback=True, **changes)
     except sw.InputError:
         pytest.fail("the plan itself is fine")
     refused(path, plan, words)

@@ -156,7 +156,7 @@ def test_every_family_trains_to_the_single_rank_curve_and_its_rehearsal_is_the_r
 @pytest.mark.parametrize("tensor", [3, 4])
 def test_uneven_rehearsals_equal_reality_on_every_rank(tensor):
     path = path_of("llama", **ODD)
-    plan = tiny.plan_of({"data": 1, "tensor": tensor}, "sequence-parallel", path, batch=3, sequence=7)
+    plan = tiny.plan_of({"data": 1, "tensor": tensor}, "sequence-parallel", path, micro_batch=3, sequence=7)
     peaks = set()
     for rank, (_, real) in enumerate(on_ranks(tensor, tiny.train, plan, 2, 2, path)):
         assert_same(rehearse(path, plan, rank=rank), real)
@@ -242,7 +242,7 @@ def test_f3_real_configs_build_and_shard_with_the_published_number_of_parameters
     config = load_config(path)
     tensor = 4 if config.num_attention_heads % 8 else 8
     plan = tiny.plan_of(
-        {"data": 2, "tensor": tensor}, "sequence-parallel", path, dtype="bfloat16", batch=2, sequence=64
+        {"data": 2, "tensor": tensor}, "sequence-parallel", path, dtype="bfloat16", micro_batch=2, sequence=64
     )
     with stage(plan, 1) as mesh:
         model = build_meta(config, plan.dtype)
@@ -311,13 +311,13 @@ def test_a18_linears_built_in_any_order():
     ("family", "settings", "words"),
     [
         ("gpt2", {}, "queries, keys and values in one linear; allowed: a batch that divides by data = 2"),
-        ("starcoder2", {"fallback": True}, "batch: found 3; allowed: a multiple of data = 2"),
+        ("starcoder2", {"fallback": True}, "micro_batch: found 3; allowed: a multiple of data = 2"),
     ],
 )
 def test_a_batch_that_cannot_fall_to_the_sequence_is_refused(family, settings, words):
     path = path_of(family) if family in FAMILIES else tiny.write_config({"model_type": family, **COMMON})
     with pytest.raises(sw.InputError, match=words) as caught:
-        rehearse(path, tiny.plan_of({"data": 2, "tensor": 1}, "replicate", path, batch=3, **settings))
+        rehearse(path, tiny.plan_of({"data": 2, "tensor": 1}, "replicate", path, micro_batch=3, **settings))
     assert "\n" not in str(caught.value)
 
 

@@ -71,8 +71,8 @@ def test_world_size(place: Path) -> None:
 def test_in_memory_faults_are_one_line_too(place: Path) -> None:
     plan = Plan.load(place / "plan.yaml")
     changes: dict[str, Mapping[str, Any]] = {
-        "plan: batch: found 'x'; allowed: a whole": {"batch": "x"},
-        "plan: bach: found an unknown key (did you mean batch?)": {"bach": 3},
+        "plan: micro_batch: found 'x'; allowed: a whole": {"micro_batch": "x"},
+        "plan: micro_bach: found an unknown key (did you mean micro_batch?)": {"micro_bach": 3},
         "plan: layouts.*.m: found the axis 'z'": {"layouts": {"*": GridLayout(m=("z",))}},
         "plan: mesh: found an empty mapping": {"mesh": {}},
     }
@@ -81,16 +81,16 @@ def test_in_memory_faults_are_one_line_too(place: Path) -> None:
             plan.evolve(**change)
         assert str(caught.value).startswith(start)
     with pytest.raises(InputError, match=r"^config: found no file"):
-        Plan.for_config(place / "none.json", mesh={"data": 1}, layout="replicate", batch=1, sequence=1)
+        Plan.for_config(place / "none.json", mesh={"data": 1}, layout="replicate", micro_batch=1, sequence=1)
 
 
 def test_evolve_leaves_the_original(place: Path) -> None:
     plan = Plan.load(place / "plan.yaml")
-    other = plan.evolve(batch=16, predicted=None)
-    assert (plan.batch, other.batch, other.predicted) == (8, 16, None)
+    other = plan.evolve(micro_batch=16, predicted=None)
+    assert (plan.micro_batch, other.micro_batch, other.predicted) == (8, 16, None)
     assert other.config_path == plan.config_path and other != plan
     with pytest.raises(Exception, match="frozen"):
-        plan.batch = 3
+        plan.micro_batch = 3
 
 
 AXES = {"a": 2, "b": 1, "c": 3, "d": 2}
@@ -140,7 +140,7 @@ def test_plan_comes_back_as_it_was_saved(
             place / "model",
             mesh=AXES,
             layout=GridLayout(),
-            batch=4,
+            micro_batch=4,
             sequence=16,
             layouts=chosen,
             seed=seed,
@@ -198,7 +198,7 @@ def test_cluster_fields(place: Path) -> None:
     assert cluster.device.flops == {"bfloat16": 9.9e14}
     assert cluster.links is not None and cluster.links.within_host.latency == 1e-6
     (place / "cluster.yaml").write_text(
-        "version: 1\nhosts: 1\ndevices_per_host: 2\ndevice: {name: cpu, memory: 1024}\n"
+        "version: 2\nhosts: 1\ndevices_per_host: 2\ndevice: {name: cpu, memory: 1024}\n"
     )
     assert Cluster.load(place / "cluster.yaml").memory_bytes == 1024
 

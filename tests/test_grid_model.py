@@ -51,7 +51,7 @@ def check_run(plan, steps, ranks=(0, 5)):
     """Losses as on one rank within 1e-5; the first two steps as rehearsed, on some of the ranks."""
     runs = on_ranks(plan.world_size, tiny.train, plan, steps, 2)
     for losses, _ in runs:
-        curve = zip(losses, single_rank_curve(20, batch=plan.batch, sequence=plan.sequence), strict=False)
+        curve = zip(losses, single_rank_curve(20, batch=plan.micro_batch, sequence=plan.sequence), strict=False)
         assert max(abs(a - b) / b for a, b in curve) <= 1e-5
     for rank in ranks:
         assert_same(rehearse(tiny.config_path(), plan, rank=rank), runs[rank][1])
@@ -78,7 +78,7 @@ def test_overlap_modes_train_alike(overlap):
 
 def sites_of(plan):
     config = load_config(plan.config_path)
-    return family_of(config).sites(config, plan.batch * plan.sequence)
+    return family_of(config).sites(config, plan.micro_batch * plan.sequence)
 
 
 @pytest.mark.parametrize("layout", slow_in(["grid-reduce"], ["grid-scatter", "grid-reduce"]))
@@ -123,11 +123,11 @@ def test_a21_a_batch_that_does_not_divide_falls_to_the_sequence(axes, layout, ba
 
 @pytest.mark.parametrize("layout", slow_in(["grid-reduce"], ["grid-scatter", "grid-reduce"]))
 def test_a21_one_sequence_trains_as_on_one_rank(layout):
-    check_run(tiny.plan_of(CUBE, layout, batch=1, sequence=64), 20)
+    check_run(tiny.plan_of(CUBE, layout, micro_batch=1, sequence=64), 20)
 
 
 def test_a21_under_recomputation():
-    plan = tiny.plan_of(CUBE, "grid-scatter", batch=1, sequence=32, recompute={"*": "block"})
+    plan = tiny.plan_of(CUBE, "grid-scatter", micro_batch=1, sequence=32, recompute={"*": "block"})
     check_run(plan, 2, (3,))
 
 
@@ -144,7 +144,7 @@ HEADS = [
 def test_b8_whole_sequences_by_formula(layout, batch, kv_heads):
     """Heads exchanged for tokens, or K and V gathered: an operation each of q, k, v and o, forward and backward."""
     path = tiny.config_path(num_key_value_heads=kv_heads)
-    plan = tiny.plan_of(CUBE, layout, path, batch=batch)
+    plan = tiny.plan_of(CUBE, layout, path, micro_batch=batch)
     qkv, out = (site for site in sites_of(plan) if site.name.startswith("model.layers.0.self_attn"))
     exchanged = exchanged_axes(plan.layout_for(qkv), plan.batch_axes)
     rows = batch // 2 * tiny.SEQUENCE if "i" in plan.batch_axes else batch * tiny.SEQUENCE
@@ -184,7 +184,7 @@ def refused(path, plan):
 
 def test_b8_fewer_heads_than_ranks_are_refused_when_planning():
     path = tiny.config_path(num_attention_heads=4, num_key_value_heads=4)
-    said = refused(path, tiny.plan_of(CUBE, "grid-scatter", path, batch=1))
+    said = refused(path, tiny.plan_of(CUBE, "grid-scatter", path, micro_batch=1))
     assert "heads of model.layers.0.self_attn.q_proj is 4, which leaves some rank none" in said
     assert "allowed: a multiple of j×i×l = 8, or a batch that divides by i = 2 and layout.y replicated" in said
 
@@ -253,7 +253,7 @@ def test_tied_weights_and_biases(layout, changes):
 def test_dropout_of_attention_weights_goes_by_the_heads_that_a_rank_was_given():
     path = tiny.config_path(attention_dropout=0.3)
     ((expected, _),) = on_ranks(
-        1, tiny.train, tiny.plan_of({"data": 1, "tensor": 1}, "replicate", path, batch=1), 3, 0, path
+        1, tiny.train, tiny.plan_of({"data": 1, "tensor": 1}, "replicate", path, micro_batch=1), 3, 0, path
     )
-    for losses, _ in on_ranks(8, tiny.train, tiny.plan_of(CUBE, "grid-scatter", path, batch=1), 3, 0, path):
+    for losses, _ in on_ranks(8, tiny.train, tiny.plan_of(CUBE, "grid-scatter", path, micro_batch=1), 3, 0, path):
         assert max(abs(a - b) / b for a, b in zip(losses, expected, strict=True)) <= 1e-5

@@ -23,7 +23,7 @@ BETWEEN = Link(latency=2**-8, bandwidth=2**18)
 def cluster(hosts=2, each=2, measured=(), within=WITHIN, between=BETWEEN, links=True, **device):
     fields = {"flops": {"float32": 2**20}, "efficiency": 0.5, "memory_bandwidth": 2**20, "overhead": 2**-10, **device}
     return Cluster(
-        version=1,
+        version=2,
         hosts=hosts,
         devices_per_host=each,
         device=Device(name="device", memory=2**30, **fields),
@@ -228,13 +228,13 @@ def test_messages_pay_a_latency_each():
 
 
 def test_measured_collectives_go_before_the_links():
-    entry = Measured(kind="all_gather", ranks=2, hosts=2, latency=1.0, bandwidth=512.0, beside=1.5)
+    entry = Measured(kind="all_gather", ranks=2, hosts=2, latency=1.0, bandwidth=512.0, contention=1.5)
     here = machine(measured=[entry])
     assert here.collective("all_gather", ("a",), 2048, 1024) == 1 + 2
     assert here.collective("all_gather", ("a",), 2048, 1024, messages=3) == 3 + 2
     assert here.collective("all_gather", ("b",), 2048, 1024) == ONE + 1024 / 2**20
     assert here.collective("reduce_scatter", ("a",), 2048, 1024) == FAR + 1024 / 2**18
-    assert here.beside("all_gather", ("a",)) == 1.5 and here.beside("all_gather", ("b",)) == 1
+    assert here.contention("all_gather", ("a",)) == 1.5 and here.contention("all_gather", ("b",)) == 1
 
 
 def test_a_measured_message_takes_at_least_so_long():

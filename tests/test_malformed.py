@@ -74,9 +74,9 @@ def test_commands_refuse_a_malformed_file_with_2_and_overwrite_nothing(
 
 
 def test_train_refuses_a_malformed_plan_too(place: Path, one_rank: None) -> None:
-    (place / "plan.yaml").write_text(PLAN.replace("batch: 8", "batch: eight"))
+    (place / "plan.yaml").write_text(PLAN.replace("micro_batch: 8", "micro_batch: eight"))
     before = contents(place)
-    assert f"{place / 'plan.yaml'}: batch (line 7): found 'eight'" in refused("train", place / "run.yaml")
+    assert f"{place / 'plan.yaml'}: micro_batch (line 7): found 'eight'" in refused("train", place / "run.yaml")
     assert contents(place) == before
 
 
@@ -95,7 +95,9 @@ def test_a_path_that_holds_no_text_is_one_line(schema: Any, tmp_path: Path) -> N
 
 def test_the_first_fault_in_file_order_is_told_and_the_others_counted(place: Path) -> None:
     text = (
-        PLAN.replace("seed: 0", "seed: x").replace("batch: 8", "batch: y").replace("mesh: {data: 2", "mesh: {data: z")
+        PLAN.replace("seed: 0", "seed: x")
+        .replace("micro_batch: 8", "micro_batch: y")
+        .replace("mesh: {data: 2", "mesh: {data: z")
     )
     (place / "bad.yaml").write_text(text.replace("sequence: 128\n", ""))
     message = fault(Plan, place / "bad.yaml")

@@ -79,7 +79,17 @@ def test_a_config_that_is_wrong_is_one_line(
     changed = {**fields, **changes}
     path.write_text(json.dumps({name: value for name, value in changed.items() if value is not LEFT_OUT}))
     told = refused(
-        "rehearse", path, "--layout", "replicate", "--mesh", "data=1", "--batch", "1", "--sequence", "8", "--fallback"
+        "rehearse",
+        path,
+        "--layout",
+        "replicate",
+        "--mesh",
+        "data=1",
+        "--micro-batch",
+        "1",
+        "--sequence",
+        "8",
+        "--fallback",
     )
     assert len(told) <= 300 + len("error: \n") and "found " in told and "; allowed: " in told
     assert line in told, told

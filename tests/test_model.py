@@ -102,7 +102,7 @@ def test_recomputed_blocks_train_alike_hold_less_and_are_rehearsed(layout):
 @pytest.mark.parametrize("layout", ["replicate", "sequence-parallel"])
 def test_accumulation_equals_one_big_batch(layout):
     axes = {"data": 2, "tensor": 2} if layout != "replicate" else {"data": 4, "tensor": 1}
-    plan = tiny.plan_of(axes, layout, batch=4, accumulation=3)
+    plan = tiny.plan_of(axes, layout, micro_batch=4, accumulation=3)
     runs = on_ranks(4, tiny.train, plan, 4, 2)
     big = on_ranks(1, accumulated_as_one, 4)[0]
     for rank, (losses, real) in enumerate(runs):
@@ -114,10 +114,10 @@ def test_accumulation_equals_one_big_batch(layout):
 def accumulated_as_one(steps):
     """The three micro-batches of each step as one batch, on one rank."""
     axes = {"data": 1, "tensor": 1}
-    plan = tiny.plan_of(axes, "replicate", batch=12)
+    plan = tiny.plan_of(axes, "replicate", micro_batch=12)
     model, mesh = tiny.build(plan)
     step = sw.TrainStep(model, mesh, plan, learning_rate=3e-3)
-    data = tiny.batches(tiny.plan_of(axes, "replicate", batch=4, accumulation=3), steps)
+    data = tiny.batches(tiny.plan_of(axes, "replicate", micro_batch=4, accumulation=3), steps)
     return [step([tuple(torch.cat(part) for part in zip(*micro, strict=True))]).item() for micro in data]
 
 
@@ -230,7 +230,7 @@ def test_dropped_graphs_and_aborted_backwards_leave_nothing():
     [
         ({"data": 1, "tensor": 5}, {}, {}, "heads of model.layers.0.self_attn.q_proj is 12"),
         ({"data": 1, "tensor": 4}, {"num_key_value_heads": 6}, {}, "heads of model.layers.0.self_attn.k_proj is 6"),
-        ({"data": 5, "tensor": 1}, {}, {"batch": 11}, "a batch that divides by data = 5"),
+        ({"data": 5, "tensor": 1}, {}, {"micro_batch": 11}, "a batch that divides by data = 5"),
         ({"data": 1, "tensor": 2}, {"model_type": "bloom"}, {}, "model_type"),
     ],
 )

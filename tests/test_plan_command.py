@@ -18,9 +18,9 @@ from support import tiny
 from support.planned import SIZES, cluster, quick  # noqa: F401 (a fixture)
 from test_cli import refused, run
 
-ASK = ("--batch", "1", "--sequence", "32", "--dtype", "fp32", "--master-dtype", "fp32", "--backend", "gloo")
+ASK = ("--global-batch", "1", "--sequence", "32", "--dtype", "fp32", "--master-dtype", "fp32", "--backend", "gloo")
 KEYS = {
-    "plan", "objective", "bound", "gap", "memory", "peak", "composed", "solve_time",
+    "plan", "global_batch", "objective", "bound", "gap", "memory", "peak", "composed", "solve_time",
     "candidates", "left", "curve", "knobs", "sites", "not_applied",
 }  # fmt: skip
 
@@ -102,9 +102,9 @@ def test_the_fewest_devices_and_the_longest_sequence(two, tmp_path):
 @pytest.mark.usefixtures("quick")
 def test_the_largest_batch_fits_in_one_micro_batch_and_twice_as_much_does_not(two, tmp_path):
     asked = ("plan", config(), "--cluster", two, *ASK, "--memory", "1500000", "--seconds", "1")
-    assert run(*asked, "--max-batch", "--json", tmp_path / "plan.json")[0] == 0
+    assert run(*asked, "--max-micro-batch", "--json", tmp_path / "plan.json")[0] == 0
     largest = json.loads((tmp_path / "plan.json").read_text())
-    batch = largest["plan"]["batch"]
+    batch = largest["plan"]["micro_batch"]
     assert batch > 1 and largest["plan"]["accumulation"] == 1
     assert largest["peak"] <= largest["memory"] == 1_500_000
     whole = dataclasses.replace(request(config(), two, 1_500_000, 2 * batch, 32, "float32", None, "gloo"), whole=True)
@@ -119,21 +119,23 @@ def test_bad_input_is_one_line(two, tmp_path):
     assert "devices: found '8xH1000'" in refused("plan", config(), "--devices", "8xH1000", *ASK)
     assert "devices: found '12xH100-80GB'" in refused("plan", config(), "--devices", "12xH100-80GB", *ASK)
     assert "batch: found 0; allowed: at least 1" in refused("plan", config(), *machine, "--sequence", "8")
-    assert "sequence: found 0; allowed: at least 1" in refused("plan", config(), *machine, "--batch", "8")
-    assert "batch: found -1" in refused("plan", config(), *machine, "--batch", "-1", "--sequence", "8")
+    assert "sequence: found 0; allowed: at least 1" in refused("plan", config(), *machine, "--global-batch", "8")
+    assert "batch: found -1" in refused("plan", config(), *machine, "--global-batch", "-1", "--sequence", "8")
     assert "batch: found 3 sequences on 7 devices" in refused(
-        "plan", config(), "--devices", "7xH100-80GB", "--batch", "3", "--sequence", "8"
+        "plan", config(), "--devices", "7xH100-80GB", "--global-batch", "3", "--sequence", "8"
     )
     assert "memory" in refused("plan", config(), *machine, *ASK, "--memory", "lots")
     assert "memory" in refused("plan", config(), *machine, *ASK, "--memory", "0GiB")
     assert "error: memory: found 81.00 GiB (86,973,087,744 bytes); allowed: at most the 79.00 GiB" in refused(
         "plan", config(), *machine, *ASK, "--memory", "81GiB"
     )
-    assert "dtype" in refused("plan", config(), *machine, "--batch", "8", "--sequence", "8", "--dtype", "fp12")
-    assert "backend" in refused("plan", config(), *machine, "--batch", "8", "--sequence", "8", "--backend", "mpi")
+    assert "dtype" in refused("plan", config(), *machine, "--global-batch", "8", "--sequence", "8", "--dtype", "fp12")
+    assert "backend" in refused(
+        "plan", config(), *machine, "--global-batch", "8", "--sequence", "8", "--backend", "mpi"
+    )
     assert "--min-devices" in refused("plan", config(), *machine, *ASK, "--min-devices", "--max-sequence")
-    assert "--max-sequence: found it beside --max-batch" in refused(
-        "plan", config(), *machine, *ASK, "--max-batch", "--max-sequence"
+    assert "--max-sequence: found it beside --max-micro-batch" in refused(
+        "plan", config(), *machine, *ASK, "--max-micro-batch", "--max-sequence"
     )
     assert "nope.json" in refused("plan", tmp_path / "nope.json", *machine, *ASK)
     assert "nope.yaml" in refused("plan", config(), "--cluster", tmp_path / "nope.yaml", *ASK)

@@ -18,7 +18,7 @@ OPT = {
     "model_type": "opt", "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "vocab_size": 64, "max_position_embeddings": 32, "word_embed_proj_dim": 32, "dropout": 0.0,
 }  # fmt: skip
-ASK = ("--batch", "4", "--sequence", "16", "--dtype", "fp32", "--backend", "gloo", "--fallback")
+ASK = ("--global-batch", "4", "--sequence", "16", "--dtype", "fp32", "--backend", "gloo", "--fallback")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def planned(two: Path, *more: str) -> tuple[Plan, dict[str, Any]]:
 
 def test_the_fastest_way_that_fits_is_the_plan_and_its_rehearsal_what_it_predicts(two: Path) -> None:
     plan, figures = planned(two)
-    assert plan.fallback and plan.mesh == {"data": 2} and (plan.batch, plan.accumulation) == (4, 1)
+    assert plan.fallback and plan.mesh == {"data": 2} and (plan.micro_batch, plan.accumulation) == (4, 1)
     trace = sw.rehearse(plan.config_path, plan)
     assert plan.predicted is not None and plan.predicted.peak == trace.phase_peaks
     assert figures["peak"] == trace.peak_bytes and figures["not_applied"] == []
@@ -69,10 +69,10 @@ def test_a_budget_is_kept_or_the_least_that_fits_is_named(two: Path) -> None:
 
 def test_what_it_does_not_do_is_refused(two: Path) -> None:
     words = ("plan", tiny.write_config(OPT), "--cluster", two, *ASK)
-    for option in ("--min-devices", "--max-sequence", "--max-batch"):
+    for option in ("--min-devices", "--max-sequence", "--max-micro-batch"):
         assert f"error: {option}: found it beside --fallback; allowed: " in refused(*words, option)
     assert "--svg: found it beside --fallback" in refused(*words, "--svg", two.parent / "curve.svg")
-    assert "batch: found 3 sequences on 2 devices; allowed: a multiple of 2" in refused(*words, "--batch", "3")
+    assert "batch: found 3 sequences on 2 devices; allowed: a multiple of 2" in refused(*words, "--global-batch", "3")
     assert "sequence: found 64; allowed: at most 32, the positions" in refused(*words, "--sequence", "64")
     without = [word for word in words if word != "--fallback"]
     assert "model_type: found 'opt'; allowed: " in refused(*without)

@@ -176,7 +176,7 @@ def test_a_profile_is_whole_and_the_same_everywhere(axes, per_host, groups, tmp_
     assert {(m.kind, m.ranks, m.hosts) for m in links.measured} == {
         (kind, *group) for group in groups for kind in collectives.MESSAGES
     }
-    assert all(m.beside >= 1 and m.bandwidth > 0 for m in links.measured)
+    assert all(m.contention >= 1 and m.bandwidth > 0 for m in links.measured)
     assert (links.between_hosts is None) == (cluster.hosts == 1)
     gathers = {(m.ranks, m.hosts): m for m in links.measured if m.kind == "all_gather"}
     assert links.within_host.bandwidth == gathers[2, 1].bandwidth

@@ -106,7 +106,7 @@ def test_updates_that_vanish_are_warned_of(stored: str, rate: float, warned: boo
 
 
 def test_rehearse_tells_what_is_not_applied_and_warns(tmp_path: Path) -> None:
-    plan = plan_of("tensor-all-reduce").evolve(sequence=65, batch=1)
+    plan = plan_of("tensor-all-reduce").evolve(sequence=65, micro_batch=1)
     plan.save(tmp_path / "plan.yaml")
     status, output, errors = run("rehearse", tmp_path / "plan.yaml", "--json", tmp_path / "figures.json")
     assert status == 0

@@ -41,7 +41,7 @@ def test_units() -> None:
     units = {f"{kind}.{field.key}": unit(field.schema, json_schema(kind)) for kind, field in FIELDS}
     assert units["cluster.links.within_host.latency"] == "seconds"
     assert units["cluster.links.within_host.bandwidth"] == "bytes per second"
-    assert units["plan.batch"] == "sequences" and units["plan.arena"] == "bytes"
+    assert units["plan.micro_batch"] == "sequences" and units["plan.arena"] == "bytes"
     assert units["run.learning_rate"] == "none" and units["plan.seed"] == "" and units["run.plan"] == ""
 
 
@@ -84,7 +84,7 @@ def test_schemas_are_valid_and_accept_what_is_right(kind: str, text: str) -> Non
 
 BEYOND = (
     "no file", "which is", "which matches", "which uses", "which none", "the axis", "axis", "the element type",
-    " after ", "a second time", "not available", "ab" * 32, "nan", "inf", "8.0", "1.0", "true at level",
+    " after ", "a second time", "not available", "ab" * 32, "nan", "inf", "8.0", "1.0", "2.0", "true at level",
 )  # fmt: skip
 """In what was found: faults that only the disk or another field shows, or JSON cannot spell (in it, 8.0 is whole)."""
 

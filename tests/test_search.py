@@ -36,7 +36,7 @@ def sound(found) -> None:
     assert 0 < plan.bound <= plan.objective == found.assignment.seconds
     assert plan.gap == (plan.objective - plan.bound) / plan.objective
     assert plan.world_size == found.problem.devices
-    assert plan.batch * plan.accumulation == found.problem.batch
+    assert plan.micro_batch * plan.accumulation == found.problem.global_batch
 
 
 def test_e2_the_plan_is_certified():
@@ -53,7 +53,7 @@ def test_a_level_that_is_asked_for_is_the_only_one_looked_at():
     assert {each.structure.level for each in (*found.looked_at, *found.left)} == {"parameters"}
     assert {stored.level for stored in found.plan.params.values()} == {"parameters"}
     with pytest.raises(InputError, match="level: found 'zero9'; allowed: replicate, optimizer"):
-        sw.plan(found.plan.config_path, cluster(), batch=4, sequence=8, level="zero9")
+        sw.plan(found.plan.config_path, cluster(), global_batch=4, sequence=8, level="zero9")
 
 
 @pytest.mark.slow

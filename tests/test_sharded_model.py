@@ -62,9 +62,9 @@ def test_recomputed_blocks_on_sharded_parameters():
 @pytest.mark.parametrize("level", ["replicate", "optimizer", "gradients", "parameters"])
 def test_micro_batches_are_reduced_as_often_as_the_level_says(level):
     """Once a step, or in every micro-batch; the same curve, and what is accumulated unreduced is rehearsed too."""
-    plan = tiny.plan_of(DATA, "replicate", batch=4, accumulation=3, params={"*": level})
+    plan = tiny.plan_of(DATA, "replicate", micro_batch=4, accumulation=3, params={"*": level})
     runs = on_ranks(2, tiny.train, plan, 2, 2)
-    reference = on_ranks(1, tiny.train, tiny.plan_of({"data": 1}, "replicate", batch=4, accumulation=3), 2)[0][0]
+    reference = on_ranks(1, tiny.train, tiny.plan_of({"data": 1}, "replicate", micro_batch=4, accumulation=3), 2)[0][0]
     for rank, (losses, real) in enumerate(runs):
         assert max(abs(a - b) / b for a, b in zip(losses, reference, strict=True)) <= 1e-5
         assert_same(rehearse(tiny.config_path(), plan, rank=rank), real)

@@ -28,7 +28,7 @@ PUBLIC = path_of(
 
 def rows_and_norm(axes, path):
     """Rows of k_proj that this rank stores, and of its gradient; the norm of all gradients, and the reference's."""
-    plan = tiny.plan_of(axes, "sequence-parallel", path, dtype="float64", batch=2, sequence=8)
+    plan = tiny.plan_of(axes, "sequence-parallel", path, dtype="float64", micro_batch=2, sequence=8)
     mesh = dense.mesh_of(**axes)
     model, reference = both(path, plan, mesh)
     ids = torch.randint(0, 240, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -49,7 +49,7 @@ def test_a_rank_stores_the_rows_of_its_head():
 
 
 def test_a_rehearsal_stores_as_many():
-    plan = tiny.plan_of({"data": 1, "tensor": 8}, "sequence-parallel", PUBLIC, batch=2, sequence=8)
+    plan = tiny.plan_of({"data": 1, "tensor": 8}, "sequence-parallel", PUBLIC, micro_batch=2, sequence=8)
     trace = rehearse(PUBLIC, plan, rank=3)
     sizes = [storage.bytes for storage in trace.storages if storage.category == "parameter"]
     assert sizes.count(128 * 256 * 4) == 4  # q (8 heads over 8 ranks), k, v, and o

@@ -41,11 +41,11 @@ def case(
     family: str = "llama", blocks: int = 6, overlap: str = "blocking", bins: int = 0, **settings
 ) -> tuple[Path, Plan]:
     path = path_of(family, blocks)
-    settings = {"batch": 4, "sequence": 8, "in_flight": 1, **settings}
+    settings = {"micro_batch": 4, "sequence": 8, "in_flight": 1, **settings}
     plan = tiny.plan_of({"data": 2, "tensor": 2}, settings.pop("layout", "sequence-parallel"), path, **settings)
     if overlap != "blocking":
         config = load_config(path)
-        sites = family_of(config).sites(config, plan.batch * plan.sequence)
+        sites = family_of(config).sites(config, plan.micro_batch * plan.sequence)
         plan = plan.evolve(layouts={s.name: replace(plan.layout_for(s), overlap=overlap) for s in sites})
     if bins:
         plan = plan.evolve(bucket=cap_of(load_config(path), plan, bins))
@@ -166,7 +166,7 @@ def test_a_step_may_have_fewer_micro_batches_than_the_plan():
     assert of_step(short, 2) == of_step(whole, 2)
     losses = [event.phase == "loss" for event in of_step(short, 1)]
     assert sum(now and not before for before, now in itertools.pairwise(losses)) == 1
-    micro_batch = 2 * plan.batch // 2 * plan.sequence * torch.int64.itemsize  # tokens and labels, over data
+    micro_batch = 2 * plan.micro_batch // 2 * plan.sequence * torch.int64.itemsize  # tokens and labels, over data
     assert short.peak_bytes == whole.peak_bytes - 2 * micro_batch
 
 

@@ -200,7 +200,7 @@ def adapted(level):
             parameter.copy_(0.2 * dense.random(*parameter.shape, seed=index) + (parameter.dim() == 1))
     reference = copy.deepcopy(model)
     model = sw.parallelize(model, mesh, plan)
-    ids = torch.randint(0, 240, (plan.batch, plan.sequence), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 240, (plan.micro_batch, plan.sequence), generator=torch.Generator().manual_seed(1))
     mine = ids.chunk(2)[mesh.get_local_rank("data")]
     loss = model(input_ids=mine, labels=mine).loss
     loss.backward()

@@ -25,7 +25,7 @@ def machine(measured=(), mesh=MESH, backend="gloo", latency=0.0, bandwidth=1.0, 
     ranks, link = math.prod(mesh.values()), Link(latency=latency, bandwidth=bandwidth)
     return Machine(
         Cluster(
-            version=1,
+            version=2,
             hosts=hosts,
             devices_per_host=ranks // hosts,
             device=Device(name="device", memory=2**30, flops={"float32": flops}, overhead=overhead),
@@ -164,7 +164,7 @@ def test_a_group_over_two_axes_takes_both_streams():
 
 
 def test_beside_compute_both_may_be_slower():
-    entry = Measured(kind="all_gather", ranks=2, hosts=1, latency=0, bandwidth=1, beside=2)
+    entry = Measured(kind="all_gather", ranks=2, hosts=1, latency=0, bandwidth=1, contention=2)
     found = timeline([begin(4), op(4), wait(), op(1)], machine([entry]))
     assert (found.seconds, found.compute, found.exposed, found.busy) == (9, 9, {"x": 0}, {"x": 8})  # at half speed each
     short = timeline([begin(2), op(4), wait(), op(1)], machine([entry]))
@@ -230,7 +230,7 @@ def traces(draw):
 
 
 BESIDE = [
-    Measured(kind=kind, ranks=ranks, hosts=1, latency=0.5, bandwidth=1, beside=1.5)
+    Measured(kind=kind, ranks=ranks, hosts=1, latency=0.5, bandwidth=1, contention=1.5)
     for kind in ("all_gather", "all_reduce")
     for ranks in (2, 4)
 ]
@@ -276,7 +276,7 @@ def test_more_bytes_never_make_a_step_faster(events, place, more):
 def rehearsed():
     axes = {"data": 2, "tensor": 2}
     plans = {
-        mode: tiny.plan_of(axes, f"sequence-parallel{mode}", batch=4, params={"*": "parameters"})
+        mode: tiny.plan_of(axes, f"sequence-parallel{mode}", micro_batch=4, params={"*": "parameters"})
         for mode in ("", "-async", "-ring")
     }
     return {mode: sw.rehearse(tiny.config_path(), plan, steps=1) for mode, plan in plans.items()}

@@ -43,7 +43,7 @@ def texts() -> list[str]:
 
 def prepare(place: Path, texts: Sequence[str], ranks: int, changes: Mapping[str, Any] | None = None) -> Path:
     """A run file and everything that it names: the texts as JSON lines, and held out what is not in any of them."""
-    plan = tiny.plan_of({"data": ranks, "tensor": 1}, "replicate", tiny.config_path(vocab_size=VOCAB), batch=4)
+    plan = tiny.plan_of({"data": ranks, "tensor": 1}, "replicate", tiny.config_path(vocab_size=VOCAB), micro_batch=4)
     plan.save(place / "plan.yaml")
     train_tokenizer(texts, VOCAB, place / "tokenizer.json")
     (place / "train.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))

@@ -161,7 +161,7 @@ def test_all_targets_ignored():
 def seven_tokens(path):
     """(this rank's tokens at the first block, the error of the loss, that of the gradients) for one row of S = 7."""
     axes = {"data": 1, "tensor": 2}
-    plan = tiny.plan_of(axes, "sequence-parallel", path, dtype="float64", batch=1, sequence=7)
+    plan = tiny.plan_of(axes, "sequence-parallel", path, dtype="float64", micro_batch=1, sequence=7)
     model, reference = both(path, plan, dense.mesh_of(**axes))
     seen = []
     model.model.layers[0].input_layernorm.register_forward_pre_hook(

@@ -11,13 +11,13 @@ CONFIG = '{"model_type": "llama"}'
 SHA = hashlib.sha256(CONFIG.encode()).hexdigest()
 
 PLAN = f"""\
-version: 1
+version: 2
 model:
   config: config.json
   sha256: {SHA}
 mesh: {{data: 2, tensor: 4}}
 backend: gloo
-batch: 8
+micro_batch: 8
 accumulation: 1
 sequence: 128
 dtype: float32
@@ -41,7 +41,7 @@ predicted:
 """
 
 CLUSTER = """\
-version: 1
+version: 2
 hosts: 2
 devices_per_host: 8
 device:
@@ -94,19 +94,26 @@ QKV = "layouts.model.layers.*.qkv"
 Case = tuple[str, str, str, int | None, str, str]
 
 PLANS: list[Case] = [
-    ("version: 1", "version: 2", "version", 1, "2", "1"),
-    ("version: 1", "version: '1'", "version", 1, "'1'", "1"),
-    ("version: 1", "version: true", "version", 1, "true", "1"),
-    ("version: 1", "version: 1.0", "version", 1, "1.0", "1"),
-    ("version: 1\n", "", "version", None, "nothing", "1"),
-    ("batch: 8", "batch: eight", "batch", 7, "'eight'", COUNT),
-    ("batch: 8", "batch: 8.0", "batch", 7, "8.0", COUNT),
-    ("batch: 8", "batch: 0", "batch", 7, "0", COUNT),
-    ("batch: 8", "batch:", "batch", 7, "null", COUNT),
-    ("batch: 8", "batch: true", "batch", 7, "true", COUNT),
-    ("batch: 8", "batch: [8]", "batch", 7, "a list of 1", COUNT),
-    ("batch: 8\n", "", "batch", None, "nothing", COUNT),
-    ("batch: 8", "batch: 8\nbatch: 16", "batch", 8, "the key a second time (first on line 7)", "each key once"),
+    ("version: 2", "version: 3", "version", 1, "3", "2"),
+    ("version: 2", "version: '2'", "version", 1, "'2'", "2"),
+    ("version: 2", "version: true", "version", 1, "true", "2"),
+    ("version: 2", "version: 2.0", "version", 1, "2.0", "2"),
+    ("version: 2\n", "", "version", None, "nothing", "2"),
+    ("micro_batch: 8", "micro_batch: eight", "micro_batch", 7, "'eight'", COUNT),
+    ("micro_batch: 8", "micro_batch: 8.0", "micro_batch", 7, "8.0", COUNT),
+    ("micro_batch: 8", "micro_batch: 0", "micro_batch", 7, "0", COUNT),
+    ("micro_batch: 8", "micro_batch:", "micro_batch", 7, "null", COUNT),
+    ("micro_batch: 8", "micro_batch: true", "micro_batch", 7, "true", COUNT),
+    ("micro_batch: 8", "micro_batch: [8]", "micro_batch", 7, "a list of 1", COUNT),
+    ("micro_batch: 8\n", "", "micro_batch", None, "nothing", COUNT),
+    (
+        "micro_batch: 8",
+        "micro_batch: 8\nmicro_batch: 16",
+        "micro_batch",
+        8,
+        "the key a second time (first on line 7)",
+        "each key once",
+    ),
     (
         "accumulation: 1",
         "acumulation: 1",
@@ -115,14 +122,14 @@ PLANS: list[Case] = [
         "an unknown key (did you mean accumulation?)",
         "version, ...",
     ),
-    ("seed: 0", "seed: 0\nzebra: 1", "zebra", 12, "an unknown key", "version, model, mesh, backend, batch, ..."),
+    ("seed: 0", "seed: 0\nzebra: 1", "zebra", 12, "an unknown key", "version, model, mesh, backend, micro_batch, ..."),
     (
         "seed: 0",
         'seed: 0\n"two\\nlines": 1',
         "two lines",
         12,
         "an unknown key",
-        "version, model, mesh, backend, batch, ...",
+        "version, model, mesh, backend, micro_batch, ...",
     ),
     ("sequence: 128", "sequence: -1", "sequence", 9, "-1", COUNT),
     ("backend: gloo", "backend: mpi", "backend", 6, "'mpi'", "gloo, nccl"),
@@ -232,7 +239,7 @@ PLANS: list[Case] = [
 ]
 
 CLUSTERS: list[Case] = [
-    ("version: 1", "version: 3", "version", 1, "3", "1"),
+    ("version: 2", "version: 3", "version", 1, "3", "2"),
     ("hosts: 2", "hosts: 0", "hosts", 2, "0", COUNT),
     (
         "devices_per_host: 8",

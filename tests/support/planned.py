@@ -41,7 +41,7 @@ def cluster(within: float = 1e9, between: float = 1e8, latency: float = 1e-6, me
     """Two hosts of two devices. within, between: bytes per second; latency: seconds of either link."""
     return Cluster.model_validate(
         {
-            "version": 1,
+            "version": 2,
             "hosts": 2,
             "devices_per_host": 2,
             "device": {"name": "small", "memory": memory, "flops": {"float32": 1e11}, "memory_bandwidth": 1e11},

@@ -72,7 +72,7 @@ def both(path, plan, mesh):
 
 def against_hugging_face(path, axes, layout, batch=tiny.BATCH, sequence=tiny.SEQUENCE, own_mask=False):
     """The largest errors of loss and gradients against the unmodified model in float64; released memory is spoiled."""
-    plan = tiny.plan_of(axes, layout, path, dtype="float64", batch=batch, sequence=sequence)
+    plan = tiny.plan_of(axes, layout, path, dtype="float64", micro_batch=batch, sequence=sequence)
     mesh = dense.mesh_of(**axes)
     model, reference = both(path, plan, mesh)
     if own_mask:

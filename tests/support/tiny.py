@@ -53,7 +53,7 @@ def write_config(fields: dict) -> Path:
 
 
 def plan_of(axes: dict[str, int], layout: str | dict, path: Path | None = None, **changes) -> Plan:
-    settings = {"batch": BATCH, "sequence": SEQUENCE, **changes}
+    settings = {"micro_batch": BATCH, "sequence": SEQUENCE, **changes}
     if isinstance(layout, dict):
         return Plan.for_config(path or config_path(), mesh=axes, layout=sw.GridLayout(), **settings).evolve(
             layouts=layout
@@ -64,12 +64,12 @@ def plan_of(axes: dict[str, int], layout: str | dict, path: Path | None = None, 
 def batches(plan: Plan, steps: int, place: int = 0) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """The same global batches for every layout; the rows of the data rank at ``place``."""
     generator = torch.Generator().manual_seed(7)
-    rows = -(-plan.batch // math.prod(plan.mesh[axis] for axis in plan.batch_axes))
+    rows = -(-plan.micro_batch // math.prod(plan.mesh[axis] for axis in plan.batch_axes))
     found = []
     for _ in range(steps):
         step = []
         for _ in range(plan.accumulation):
-            text = torch.randint(0, 24, (plan.batch, plan.sequence + 1), generator=generator)
+            text = torch.randint(0, 24, (plan.micro_batch, plan.sequence + 1), generator=generator)
             # Something to learn: few tokens are used, and every second one tells the next.
             text[:, 1::2] = text[:, 0:-1:2] + 24
             mine = text[place * rows : (place + 1) * rows]

@@ -21,7 +21,7 @@ def path_of(family, **changes):
 
 
 def plan_of(path, ranks=1, **changes):
-    changes = {"batch": BATCH, "sequence": SEQUENCE, "fallback": True, **changes}
+    changes = {"micro_batch": BATCH, "sequence": SEQUENCE, "fallback": True, **changes}
     return tiny.plan_of({"data": ranks}, "replicate", path, **changes)
 
 

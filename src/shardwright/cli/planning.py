@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli.common import SIZE, STORED, JsonOption, app, check_directories, exit_status, tell_remarks
+from shardwright.cli.old_flags import renamed_flags
 from shardwright.errors import InputError
 from shardwright.files.replacing import write_text
 from shardwright.space.request import SECONDS
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
     from shardwright.space.request import Asked
 
 
-@app.command()
+OLD_FLAGS = {"--batch": "--global-batch", "--max-batch": "--max-micro-batch"}
+"""What options of earlier versions are called now; they are read still."""
+
+
+@app.command(cls=renamed_flags(OLD_FLAGS))
 def plan(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.json", help="A model's config, or a directory with one.")],
     cluster: Annotated[Path | None, typer.Option(metavar="CLUSTER.yaml", help="The cluster, as a file.")] = None,
@@ -30,7 +35,7 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help=f"Limit for the peak of a device, {SIZE}; default: all of it.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences of a step, over the whole cluster.")] = 0,
+    global_batch: Annotated[int, typer.Option(help="Sequences of a step, over the whole cluster.")] = 0,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 0,
     dtype: Annotated[str, typer.Option(help="Element type of products: bf16 or fp32.")] = "bf16",
     master_dtype: Annotated[str, typer.Option(help="Element type of stored parameters and moments.")] = "fp32",
@@ -43,9 +48,9 @@ def plan(
     max_sequence: Annotated[
         bool, typer.Option("--max-sequence", help="For the longest sequence, doubled as often as it fits.")
     ] = False,
-    max_batch: Annotated[
+    max_micro_batch: Annotated[
         bool,
-        typer.Option("--max-batch", help="For the largest batch in one micro-batch, doubled as often as it fits."),
+        typer.Option("--max-micro-batch", help="For the largest micro-batch, doubled as often as it fits."),
     ] = False,
     fallback: Annotated[
         bool, typer.Option("--fallback", help="Take a model without a rule table too: data parallel, linears unsplit.")
@@ -61,12 +66,12 @@ def plan(
         check_directories(output=output, json=json_path, svg=picture)
         if (cluster is None) == (devices is None):
             raise InputError("--cluster: found both or neither of it and --devices; allowed: one of them")
-        counted = {"--min-devices": min_devices, "--max-sequence": max_sequence, "--max-batch": max_batch}
+        counted = {"--min-devices": min_devices, "--max-sequence": max_sequence, "--max-micro-batch": max_micro_batch}
         answer = _one_of(counted)
         from shardwright.space.request import asked
 
         types = (SHORT.get(dtype, dtype), SHORT.get(master_dtype, master_dtype))
-        ask = asked(config, cluster or devices or "", memory, batch, sequence, *types, backend, level, fallback)
+        ask = asked(config, cluster or devices or "", memory, global_batch, sequence, *types, backend, level, fallback)
 
         from shardwright.report.console import table_console
         from shardwright.search.plan import runs_unsplit
@@ -110,7 +115,7 @@ def _searched(
     from shardwright.search.plan import largest_batch, least_devices, longest_sequence, problem_of
     from shardwright.search.search import search
 
-    searches = {"--min-devices": least_devices, "--max-sequence": longest_sequence, "--max-batch": largest_batch}
+    searches = {"--min-devices": least_devices, "--max-sequence": longest_sequence, "--max-micro-batch": largest_batch}
     problem = problem_of(ask)
     with console.status("planning") as status:
         found = searches.get(answer, search)(problem, seconds, tell=lambda line: status.update(f"planning: {line}"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.common import STORED, JsonOption, app, check_directories, exit_status, tell_remarks
+from shardwright.cli.old_flags import renamed_flags
 from shardwright.errors import InputError
 from shardwright.files.config_file import read_config
 from shardwright.files.replacing import write_text
@@ -23,14 +24,20 @@ if TYPE_CHECKING:
     from shardwright.trace import Trace
 
 
-@app.command()
+OLD_FLAGS = {"--batch": "--micro-batch"}
+"""What options of earlier versions are called now; they are read still."""
+
+
+@app.command(cls=renamed_flags(OLD_FLAGS))
 def rehearse(
     source: Annotated[Path, typer.Argument(metavar="PLAN.yaml|CONFIG.json", help="A plan, or a model's config.")],
     layout: Annotated[str | None, typer.Option(metavar="NAME", help="Layout of every site (config only).")] = None,
     mesh: Annotated[
         str | None, typer.Option(metavar="AXES", help="Mesh such as data=2,tensor=4 (config only).")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences of a micro-batch over the mesh (config only).")] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Sequences of a micro-batch over the mesh (config only).")
+    ] = None,
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence (config only).")] = None,
     dtype: Annotated[str | None, typer.Option(help="Element type of products: bf16 (default) or fp32.")] = None,
     master_dtype: Annotated[
@@ -57,7 +64,7 @@ def rehearse(
         choices = {
             "layout": layout,
             "mesh": mesh,
-            "batch": batch,
+            "micro_batch": micro_batch,
             "sequence": sequence,
             "dtype": dtype,
             "master_dtype": master_dtype,
@@ -82,9 +89,11 @@ def _plan_for_config(config: Path, choices: dict[str, Any]) -> Plan:
     from shardwright.spec.mesh import parse_mesh
     from shardwright.spec.plan import Plan
 
-    for name in ("layout", "mesh", "batch", "sequence"):
+    for name in ("layout", "mesh", "micro_batch", "sequence"):
         if choices[name] is None:
-            raise InputError(f"--{name}: found nothing; allowed: a value, which a config does not state")
+            raise InputError(
+                f"--{name.replace('_', '-')}: found nothing; allowed: a value, which a config does not state"
+            )
     given = {name: value for name, value in choices.items() if value is not None}
     given["mesh"] = parse_mesh(given["mesh"])
     if "level" in given:
@@ -176,7 +185,7 @@ def _sites(plan: Plan, traces: dict[int, Trace]) -> list[dict[str, Any]]:
     if not has_rule(config):
         return []
     fullest = max(traces.values(), key=lambda trace: trace.peak_bytes)
-    sites = family_of(config).sites(config, plan.batch * plan.sequence)
+    sites = family_of(config).sites(config, plan.micro_batch * plan.sequence)
     return sites_json(fullest, sites, plan.world_size, getattr(torch, plan.dtype).itemsize, plan.accumulation)
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from shardwright.errors import InputError
 from shardwright.files.messages import Key, one_line, report
+from shardwright.files.old_words import Renamed, current
 from shardwright.files.plain_yaml import parse
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -27,13 +28,16 @@ def _whole(value: Any) -> int:
 
 Version1 = Annotated[Literal[1], BeforeValidator(_whole)]
 """The ``version`` of a schema that has had no other."""
+Version2 = Annotated[Literal[2], BeforeValidator(_whole)]
+"""The ``version`` of a schema whose first had other words (old_words.py)."""
 
 
-def read_yaml(path: str | os.PathLike[str], schema: type[Model]) -> Model:
+def read_yaml(path: str | os.PathLike[str], schema: type[Model], renamed: tuple[Renamed, ...] = ()) -> Model:
     """The file at ``path`` as a checked ``schema``.
 
     Plain YAML only: no tags, no duplicate keys, no value read as something else than it looks (``no`` is a word, 1e-3 a
     number, 010 is ten). Validators find the file's directory as ``info.context["directory"]``, an absolute Path.
+    renamed: fields that had another word in version 1, which is read too.
 
     Raises InputError, one line, for the first fault in file order, with the number of further ones.
     """
@@ -50,6 +54,8 @@ def read_yaml(path: str | os.PathLike[str], schema: type[Model]) -> Model:
             one_line(f"{where}: found bytes that are not UTF-8 ({error.reason}); allowed: UTF-8")
         ) from None
     data, lines = parse(where, text)
+    if renamed:
+        data, lines = current(where, data, lines, renamed)
     directory = Path(os.path.abspath(path)).parent
     return check(data, schema, where, lines=lines, context={"directory": directory})
 

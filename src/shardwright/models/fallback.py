@@ -67,10 +67,10 @@ def unsplit(model: Any, mesh: DeviceMesh, runtime: Runtime, plan: Plan, source: 
 
 def _check_plan(plan: Plan, ranks: int) -> None:
     why = "since a model without a rule table runs with its linears unsplit"
-    if plan.batch % ranks:
+    if plan.micro_batch % ranks:
         raise InputError(
-            f"batch: found {plan.batch}; allowed: a multiple of {'×'.join(plan.data_axes)} = {ranks}, since a model "
-            "without a rule table does not split sequences"
+            f"micro_batch: found {plan.micro_batch}; allowed: a multiple of {'×'.join(plan.data_axes)} = {ranks}, "
+            "since a model without a rule table does not split sequences"
         )
     for axis, size in plan.mesh.items():
         if size > 1 and axis not in plan.data_axes:

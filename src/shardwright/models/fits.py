@@ -68,7 +68,7 @@ def param_group_finder(family: Family, layouts: Mapping[Site, GridLayout]) -> Ca
 
 def resolve(family: Family, config: Any, plan: Plan) -> dict[Site, GridLayout]:
     """Site → layout for the whole model, checked: sizes divide, and attention has whole sequences."""
-    sites = family.sites(config, plan.batch * plan.sequence)
+    sites = family.sites(config, plan.micro_batch * plan.sequence)
     layouts = {site.name: plan.layout_for(site) for site in sites}
     for site in sites:
         check_divides(site, layouts[site.name], plan.mesh)

@@ -62,7 +62,7 @@ def _of_sites(config: Any, plan: Plan) -> Iterator[Said]:
     if not has_rule(config):
         return
     family = family_of(config)
-    for site in family.sites(config, plan.batch * plan.sequence):
+    for site in family.sites(config, plan.micro_batch * plan.sequence):
         layout = plan.layout_for(site)
         for setting, because in unapplied(layout, plan.mesh, lookup=site.name == family.embedding):
             yield setting, site.name, because
@@ -86,7 +86,7 @@ def _of_storage(config: Any, plan: Plan) -> Iterator[Said]:
         yield f"bucket: {plan.bucket}", "*", "no gradient travels: one rank has all data"
     sites = has_rule(config) and any(
         layout.axes_where("w", "sharded")
-        for layout in map(plan.layout_for, family_of(config).sites(config, plan.batch * plan.sequence))
+        for layout in map(plan.layout_for, family_of(config).sites(config, plan.micro_batch * plan.sequence))
     )
     if "in_flight" in plan.model_fields_set and plan.in_flight > 2 and not gathered and not sites:
         yield f"in_flight: {plan.in_flight}", "*", "no parameter group is gathered in its turn"

@@ -79,7 +79,7 @@ class Swap:
         self.stream_features = runtime.group(stream.output_feature_axes)
         self.split = self._within_batch(self.stream)
         data = runtime.group(plan.batch_axes)
-        self.first_sequence, _ = chunk(plan.batch, data.size, data.index)
+        self.first_sequence, _ = chunk(plan.micro_batch, data.size, data.index)
 
     def run(self) -> Any:
         family, model = self.family, self.model

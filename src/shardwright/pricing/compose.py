@@ -177,7 +177,7 @@ def composing(
 
 def _few(family: Family, config: Any, plan: Plan, short: Sequence[Run]) -> Hashable:
     """What the rehearsal of these runs, and their units in it, depend on: blocks, sites around, all else stated."""
-    every, sites = kinds(family, config, plan), family.sites(config, plan.batch * plan.sequence)
+    every, sites = kinds(family, config, plan), family.sites(config, plan.micro_batch * plan.sequence)
     blocks = tuple(every[block] for run in short for block in run.blocks)
     places = tuple((run.kept, run.radius, run.period) for run in short)
     around = tuple(plan.layout_for(site) for site in (sites[0], sites[-1]))

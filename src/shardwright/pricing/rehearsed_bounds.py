@@ -88,7 +88,7 @@ def rehearsed_bound(family: Family, config: Any, plan: Plan, machine: Machine) -
     run = runs(kinds(family, config, plan))[0]
     kept = min(2 * run.period, run.length)
     first, second = range(kept - run.period), range(kept - run.period, kept)
-    head = family.sites(config, plan.batch * plan.sequence)[-1]
+    head = family.sites(config, plan.micro_batch * plan.sequence)[-1]
     ranks = size_along(plan.mesh, plan.layout_for(head).n + plan.layout_for(head).k)
     small = copy.deepcopy(config)
     small.vocab_size, small.pad_token_id = min(config.vocab_size, SMALL_VOCABULARY * ranks), None

@@ -2,10 +2,10 @@
 
 They are measured as training runs them, over all groups of the mesh at once, which share links and processors.
 
-``beside`` tells what a collective costs while every rank multiplies matrices. It is issued, products are formed that
-take at least as long as it does alone, then it is waited for:
+``contention`` tells what a collective costs while every rank multiplies matrices. It is issued, products are formed
+that take at least as long as it does alone, then it is waited for:
 
-    beside = 1 + (seconds of both − seconds of the products alone) / seconds of the collective alone
+    contention = 1 + (seconds of both − seconds of the products alone) / seconds of the collective alone
 
 1 is hidden entirely; 2 is as slow as one after the other (where, say, both need the same processors). It is the factor
 by which both are slowed down for as long as both run.
@@ -119,9 +119,9 @@ def measure(
         if found[-1][1] > SLOW_SECONDS:
             break
     line = fit([message.sent for message, _ in found], [seconds for _, seconds in found])
-    beside = 1.0
+    contention = 1.0
     if kind in OVERLAPPED:
-        beside = statistics.median(_beside(*pair, watch, multiply, product_seconds) for pair in found[-2:])
+        contention = statistics.median(_contention(*pair, watch, multiply, product_seconds) for pair in found[-2:])
     return Measured(
         kind=kind,
         ranks=group.size,
@@ -129,12 +129,12 @@ def measure(
         latency=line.latency,
         bandwidth=line.bandwidth,
         least=line.least,
-        beside=beside,
+        contention=contention,
         residual=line.residual,
     )
 
 
-def _beside(
+def _contention(
     message: Message, alone: float, watch: Stopwatch, multiply: Callable[[], object], product_seconds: float
 ) -> float:
     count = max(1, math.ceil(alone / product_seconds))

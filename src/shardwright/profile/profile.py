@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.comm.launched import Place, join, refuse
 from shardwright.errors import InputError
+from shardwright.files.old_words import VERSION
 from shardwright.files.replacing import check_directory
 from shardwright.profile import collectives, products
 from shardwright.profile.progress import MeasuringProgress
@@ -131,7 +132,7 @@ def measure(mesh: DeviceMesh, per_host: int, dtypes: Sequence[str], effort: Effo
     flops = {dtype: max(p.flops for p in multiplied if p.dtype == dtype) for dtype in dtypes}
     hosts = world_size(sizes) // per_host
     return Cluster(
-        version=1,
+        version=VERSION,
         hosts=hosts,
         devices_per_host=per_host,
         device=Device(
@@ -181,7 +182,7 @@ def summary(cluster: Cluster) -> str:
             f"{found.kind:14} {found.ranks:3} ranks, {_count(found.hosts, 'host'):7} "
             f"latency {found.latency * 1e6:9,.0f} µs, at least {found.least * 1e6:9,.0f}  "
             f"bandwidth {found.bandwidth / 1e6:9,.1f} MB/s  "
-            f"beside products ×{found.beside:.2f}  residual {found.residual:.0%}"
+            f"beside products ×{found.contention:.2f}  residual {found.residual:.0%}"
         )
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ ROWS = 12
 def headline(found: Found) -> list[str]:
     """The plan in a few lines."""
     plan, problem = found.plan, found.problem
-    tokens = problem.batch * problem.base.sequence
+    tokens = problem.global_batch * problem.base.sequence
     assert plan.objective is not None and plan.gap is not None and plan.predicted is not None
     peak, memory = found.certificate.peak_bytes, problem.memory
     speed = tokens / plan.objective / problem.devices
@@ -139,6 +139,7 @@ def found_json(found: Found, points: tuple[Point, ...], knobs: tuple[Knob, ...])
     """Everything as plain data."""
     return {
         "plan": found.plan.model_dump(mode="json"),
+        "global_batch": found.plan.global_batch,
         "objective": found.plan.objective,
         "bound": found.bound,
         "gap": found.plan.gap,

@@ -13,7 +13,7 @@ from shardwright.search.unsplit import FoundUnsplit, Rehearsed
 def headline(found: FoundUnsplit) -> list[str]:
     """The plan in a few lines."""
     plan, best, ask = found.plan, found.best, found.asked
-    tokens, devices = ask.base.batch * ask.base.sequence, ask.cluster.devices
+    tokens, devices = ask.base.micro_batch * ask.base.sequence, ask.cluster.devices
     speed = tokens / best.seconds / devices
     return [
         f"plan        data={plan.mesh['data']}, {best.option.name}; linears unsplit, since the model has no rule table",
@@ -40,6 +40,7 @@ def found_json(found: FoundUnsplit) -> dict[str, Any]:
     """Everything as plain data."""
     return {
         "plan": found.plan.model_dump(mode="json"),
+        "global_batch": found.plan.global_batch,
         "objective": found.plan.objective,
         "memory": found.asked.memory,
         "peak": found.best.peak,

@@ -79,8 +79,8 @@ def candidates_of(problem: Problem) -> list[Candidate]:
         )
     if not found:
         raise InputError(
-            f"batch: found {problem.batch} sequences on {problem.devices} devices; allowed: a multiple of the devices "
-            "that are left when features are split as the heads allow"
+            f"global_batch: found {problem.global_batch} sequences on {problem.devices} devices; allowed: a multiple "
+            "of the devices that are left when features are split as the heads allow"
         )
     return sorted(found, key=_promise)
 

@@ -24,7 +24,7 @@ def plan(
     cluster: Cluster | str | os.PathLike[str],
     *,
     memory: int | str | None = None,
-    batch: int,
+    global_batch: int,
     sequence: int,
     dtype: str = "bfloat16",
     master_dtype: str | None = "float32",
@@ -37,16 +37,16 @@ def plan(
 
     config: a Hugging Face config.json, or a directory that holds one. cluster: a Cluster, a cluster file, or a common
     machine such as ``8xH100-80GB``. memory: limit for the peak of a device, bytes or a size such as ``72GiB``, no more
-    than the device has; by default all of it. batch: sequences of a step over the whole cluster; the plan may cut
-    them into micro-batches (its ``batch`` × ``accumulation``). sequence: tokens of a sequence. dtype, master_dtype,
-    backend: as in a plan file. level: the only sharding level to look at (replicate, optimizer, gradients,
-    parameters); by default all.
+    than the device has; by default all of it. global_batch: sequences of a step over the whole cluster; the plan may
+    cut them into micro-batches (its ``micro_batch`` × ``accumulation``). sequence: tokens of a sequence. dtype,
+    master_dtype, backend: as in a plan file. level: the only sharding level to look at (replicate, optimizer,
+    gradients, parameters); by default all.
     seconds: how long to search. fallback: take a model without a rule table too, its linears unsplit: the best
     data-parallel plan of it, whose ways are all rehearsed, however long that takes.
 
     Raises InputError for bad input, DoesNotFit where no plan fits, with the least memory that works.
     """
-    ask = asked(config, cluster, memory, batch, sequence, dtype, master_dtype, backend, level, fallback)
+    ask = asked(config, cluster, memory, global_batch, sequence, dtype, master_dtype, backend, level, fallback)
     if runs_unsplit(ask):
         return search_unsplit(ask).plan
     return search(problem_of(ask), seconds).plan
@@ -56,7 +56,7 @@ def request(
     config: str | os.PathLike[str],
     cluster: Cluster | str | os.PathLike[str],
     memory: int | str | None,
-    batch: int,
+    global_batch: int,
     sequence: int,
     dtype: str,
     master_dtype: str | None,
@@ -64,7 +64,7 @@ def request(
     level: str | None = None,
 ) -> Problem:
     """The problem that ``plan`` solves."""
-    return problem_of(asked(config, cluster, memory, batch, sequence, dtype, master_dtype, backend, level))
+    return problem_of(asked(config, cluster, memory, global_batch, sequence, dtype, master_dtype, backend, level))
 
 
 def runs_unsplit(ask: Asked) -> bool:
@@ -102,14 +102,14 @@ def largest_batch(problem: Problem, seconds: float, tell: Tell) -> Found:
     """The answer for the most sequences, of the batch asked for times a power of two, that one micro-batch has room
     for. In several micro-batches any batch fits that fits in one.
     """
-    return _doubled("batch", search(replace(problem, whole=True), seconds, tell=tell), seconds, tell)
+    return _doubled("micro_batch", search(replace(problem, whole=True), seconds, tell=tell), seconds, tell)
 
 
 def _doubled(size: str, found: Found, seconds: float, tell: Tell) -> Found:
     """The answer with a size of the base plan doubled as often as something fits."""
     while True:
         larger = 2 * getattr(found.problem.base, size)
-        tell(f"a {size} of {larger}")
+        tell(f"a {size.replace('_', '-')} of {larger}")
         try:
             base = found.problem.base.evolve(**{size: larger})
             found = search(replace(found.problem, base=base), seconds, tell=tell)

@@ -80,10 +80,10 @@ def search_unsplit(ask: Asked, workers: int | None = None, tell: Tell = lambda l
     started, devices = time.monotonic(), ask.cluster.devices
     config = load_config(ask.base.config_path)
     check_positions(config, ask.base.sequence)
-    if ask.base.batch % devices:
+    if ask.base.micro_batch % devices:
         raise InputError(
-            f"batch: found {ask.base.batch} sequences on {devices} devices; allowed: a multiple of {devices}, since a "
-            "model without a rule table does not split sequences"
+            f"global_batch: found {ask.base.micro_batch} sequences on {devices} devices; allowed: a multiple of "
+            f"{devices}, since a model without a rule table does not split sequences"
         )
     tasks = [(config, ask, level, recomputed) for level in _levels(ask) for recomputed in (False, True)]
     looked_at: list[Rehearsed] = []
@@ -135,10 +135,10 @@ def _of_kind(task: tuple[Any, Asked, str, bool]) -> list[Rehearsed]:
 def _options(ask: Asked, level: str, recomputed: bool) -> Iterator[UnsplitOption]:
     base, devices, pieces = ask.base, ask.cluster.devices, 1
     stored = {"level": "parameters", "keep": True} if level == KEPT else level
-    while base.batch % (pieces * devices) == 0:
+    while base.micro_batch % (pieces * devices) == 0:
         plan = base.evolve(
             mesh={"data": devices},
-            batch=base.batch // pieces,
+            micro_batch=base.micro_batch // pieces,
             accumulation=pieces,
             params={"*": stored},
             recompute={"*": "block"} if recomputed else {},

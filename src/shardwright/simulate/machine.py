@@ -178,10 +178,10 @@ class Machine:
         within = _hops(spread.most) * seconds(self._links.within_host)
         return within + (_hops(spread.hosts) * seconds(self._between()) if spread.hosts > 1 else 0.0)
 
-    def beside(self, kind: str, axes: tuple[str, ...]) -> float:
+    def contention(self, kind: str, axes: tuple[str, ...]) -> float:
         """How many times as long a collective takes while a product runs: 1 where that was not measured."""
         measured = self._measured(kind, self.spread(axes))
-        return measured.beside if measured is not None else 1.0
+        return measured.contention if measured is not None else 1.0
 
     def link(self, axes: tuple[str, ...]) -> str:
         """The kind of link that a collective over ``axes`` loads most: ``within a host`` or ``between hosts``."""

@@ -101,11 +101,11 @@ def _pieces(config: Any, plan: Plan) -> Iterator[_HeldPart]:
     """Everything that is cut, each way of cutting once."""
     if not has_rule(config):
         rows = {parameter.shape[0] for parameter in build_meta(config).parameters() if parameter.shape}
-        yield _HeldPart(plan.batch, plan.data_axes)
+        yield _HeldPart(plan.micro_batch, plan.data_axes)
         yield from _stored({(length, (), 1) for length in rows}, {plan.data_axes, *_storing(plan)})
         return
     family = family_of(config)
-    sites = family.sites(config, plan.batch * plan.sequence)
+    sites = family.sites(config, plan.micro_batch * plan.sequence)
     alike = {(plan.layout_for(site), site.k, tuple(linear.n for linear in site.linears)): site for site in sites}
     stream = plan.layout_for(sites[0])
     cuts: set[Dimension] = {(config.hidden_size, stream.output_feature_axes, 1)}
@@ -135,7 +135,7 @@ def _activations(site: Site, layout: GridLayout, plan: Plan) -> Iterator[_HeldPa
     """Sequences, tokens and features of X and Y."""
     for token_axes in (layout.input_token_axes, layout.output_token_axes):
         others = tuple(axis for axis in token_axes if axis not in layout.m)
-        yield _HeldPart(plan.batch, layout.m, others, each=plan.sequence, joined=False, ordered=others != ())
+        yield _HeldPart(plan.micro_batch, layout.m, others, each=plan.sequence, joined=False, ordered=others != ())
     yield _HeldPart(site.k, layout.input_feature_axes, ordered=layout.input_feature_axes != layout.k)
     for linear in site.linears:
         axes = layout.output_feature_axes

@@ -125,6 +125,6 @@ JOBS: dict[str, Callable[[Any, DeviceMesh, Plan, list[int]], Trace]] = {
 
 
 def _micro_batches(plan: Plan, step: TrainStep, count: int) -> MicroBatches:
-    first, end = chunk(plan.batch, step.loss.tokens.size, step.loss.tokens.index)
+    first, end = chunk(plan.micro_batch, step.loss.tokens.size, step.loss.tokens.index)
     shape = (end - first, plan.sequence)
     return [(torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)) for _ in range(count)]

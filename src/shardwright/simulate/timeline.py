@@ -16,7 +16,7 @@ logged before its first share is formed); without one it is the event itself.
 
 Collectives of several axes that run at once on one kind of link (within a host, or between hosts) share it equally:
 each takes as many times as long. Where a collective was measured beside products, it and compute are both slower by the
-factor ``beside`` for as long as both run; while compute stands the collective is not.
+factor ``contention`` for as long as both run; while compute stands the collective is not.
 What is never waited for is there at the end. Overlap of the host with devices and allocator stalls are no part of this.
 """
 
@@ -168,7 +168,7 @@ class _Clock:
         # Pieces that leave at once share one latency; those that follow each other pay it each.
         messages = 1 if operation.leaves_at_once(self._machine.backend) else count
         seconds = takes(event.kind, event.axes, event.size, event.sent, messages)
-        slow, link = self._machine.beside(event.kind, event.axes), self._machine.link(event.axes)
+        slow, link = self._machine.contention(event.kind, event.axes), self._machine.link(event.axes)
         operation.pieces = [_Transfer(operation, seconds / count, slow, link) for _ in range(count)]
 
     def _launch(self, operation: _Operation) -> None:

@@ -38,9 +38,9 @@ class Problem:
     whole: bool = False
 
     @property
-    def batch(self) -> int:
+    def global_batch(self) -> int:
         """Sequences of a step, over the whole mesh."""
-        return self.base.batch
+        return self.base.micro_batch
 
     @property
     def family(self) -> Family:
@@ -49,11 +49,11 @@ class Problem:
 
     def sites(self, accumulation: int = 1) -> tuple[Site, ...]:
         """The sites of one micro-batch."""
-        return self.family.sites(self.config, self.batch // accumulation * self.base.sequence)
+        return self.family.sites(self.config, self.global_batch // accumulation * self.base.sequence)
 
     def structures(self) -> Iterator[Structure]:
         """Everything that may be chosen."""
-        every = structures(self.family, self.config, self.devices, self.batch, self.base.sequence)
+        every = structures(self.family, self.config, self.devices, self.global_batch, self.base.sequence)
         asked = (each for each in every if self.level in (None, each.level))
         return (each for each in asked if each.accumulation == 1 or not self.whole)
 
@@ -96,7 +96,7 @@ def plan_of(
     recompute = [word for _, _, word in choices]
     return base.evolve(
         mesh=structure.mesh,
-        batch=base.batch // structure.accumulation,
+        micro_batch=base.micro_batch // structure.accumulation,
         accumulation=structure.accumulation,
         layouts=layouts,
         params={"*": structure.params},

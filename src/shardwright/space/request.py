@@ -33,7 +33,7 @@ def asked(
     config: str | os.PathLike[str],
     cluster: Cluster | str | os.PathLike[str],
     memory: int | str | None,
-    batch: int,
+    global_batch: int,
     sequence: int,
     dtype: str,
     master_dtype: str | None,
@@ -49,7 +49,7 @@ def asked(
     if memory > machines.memory_bytes:
         device = f"{format_bytes(machines.memory_bytes)} ({machines.memory_bytes:,} bytes) of {machines.device.name}"
         raise InputError(f"memory: found {format_bytes(memory)} ({memory:,} bytes); allowed: at most the {device}")
-    for name, value in (("batch", batch), ("sequence", sequence)):
+    for name, value in (("global_batch", global_batch), ("sequence", sequence)):
         if value < 1:
             raise InputError(f"{name}: found {value}; allowed: at least 1")
     if level is not None and level not in LEVELS:
@@ -58,7 +58,7 @@ def asked(
         config,
         mesh={"data": 1},
         layout="replicate",
-        batch=batch,
+        micro_batch=global_batch,
         sequence=sequence,
         dtype=dtype,
         master_dtype=None if master_dtype == dtype else master_dtype,

@@ -11,7 +11,8 @@ from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
 from shardwright.errors import DoesNotFit, InputError
 from shardwright.files.messages import FieldError
-from shardwright.files.parser import STRICT, Version1, read_yaml
+from shardwright.files.old_words import Renamed
+from shardwright.files.parser import STRICT, Version2, read_yaml
 from shardwright.files.plain_yaml import write_yaml
 from shardwright.files.sizes import SIZES, SizeText, format_bytes, parse_bytes
 from shardwright.spec.collectives import COLLECTIVES
@@ -26,6 +27,9 @@ Size = Annotated[
 
 SHIPPED = Path(__file__).parent / "clusters"
 """Cluster files of common machines, one host each: data-sheet values, their sources named in them."""
+
+RENAMED = (Renamed(("links", "measured", "*"), "beside", "contention"),)
+"""Fields that had another word in version 1 of a cluster file."""
 
 HEADER = (
     "shardwright cluster: hosts of equal devices, what one computes and what the links carry.\n"
@@ -92,7 +96,7 @@ class Measured(BaseModel):
     latency: float = Field(ge=0, description="seconds of a message beside those of its bytes")
     bandwidth: float = Field(gt=0, description="bytes per second that one rank sends")
     least: float = Field(default=0.0, ge=0, description="seconds that any message takes, however small")
-    beside: float = Field(
+    contention: float = Field(
         default=1.0,
         ge=1,
         description="times as long, it and a product, while both run, a ratio without a unit; 1: not slowed down",
@@ -128,7 +132,7 @@ class Cluster(BaseModel):
 
     model_config = STRICT
 
-    version: Version1 = Field(description="version of this schema")
+    version: Version2 = Field(description="version of this schema")
     hosts: int = Field(ge=1, description="hosts")
     devices_per_host: int = Field(ge=1, description="devices on each host")
     device: Device = Field(description="one device")
@@ -137,7 +141,7 @@ class Cluster(BaseModel):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """The cluster in a file; raises InputError, one line."""
-        return read_yaml(path, cls)
+        return read_yaml(path, cls, RENAMED)
 
     @classmethod
     def named(cls, text: str) -> Cluster:

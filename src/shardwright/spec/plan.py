@@ -12,7 +12,8 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_valida
 
 from shardwright.errors import InputError
 from shardwright.files.messages import FieldError
-from shardwright.files.parser import STRICT, Version1, check, read_yaml
+from shardwright.files.old_words import VERSION, Renamed
+from shardwright.files.parser import STRICT, Version2, check, read_yaml
 from shardwright.files.plain_yaml import write_yaml
 from shardwright.spec.dtypes import DTYPES
 from shardwright.spec.layout import GridLayout
@@ -25,7 +26,9 @@ from shardwright.spec.plan_fields import (
     SmallSize,
     Stored,
     StoredFields,
+    check_axes,
     check_known,
+    data_axes,
     stored_as,
 )
 from shardwright.spec.presets import axes_of, preset
@@ -37,13 +40,11 @@ HEADER = (
     "Edit by hand as you like; it is checked again when loaded. Sizes are bytes, times are seconds."
 )
 
+RENAMED = (Renamed((), "batch", "micro_batch"),)
+"""Fields that had another word in version 1 of a plan file."""
+
 RECOMPUTE = ("none", "block")
 """What backward may compute again of a block."""
-
-
-def names_of(mesh: Mapping[str, int]) -> str:
-    """The axes of a mesh, for a message."""
-    return "the mesh's axes (" + ", ".join(mesh) + ")"
 
 
 class Plan(BaseModel):
@@ -55,7 +56,7 @@ class Plan(BaseModel):
 
     model_config = STRICT
 
-    version: Version1 = Field(description="version of this schema")
+    version: Version2 = Field(description="version of this schema")
     model: ModelRef = Field(description="the model that the plan is for")
     mesh: dict[str, PositiveInt] = Field(
         min_length=1, description="mesh axis → ranks along it, in the mesh's order (the first axis varies slowest)"
@@ -63,7 +64,7 @@ class Plan(BaseModel):
     backend: Literal["gloo", "nccl"] = Field(
         default="gloo", description="backend of torch.distributed that the run declares"
     )
-    batch: int = Field(
+    micro_batch: int = Field(
         ge=1,
         description="sequences per micro-batch, over the whole mesh; m axes that do not divide it split sequences",
     )
@@ -163,23 +164,7 @@ class Plan(BaseModel):
 
     @model_validator(mode="after")
     def _axes_exist(self, info: ValidationInfo) -> Plan:
-        for pattern, layout in self.layouts.items():
-            names = names_of(self.mesh)
-            if isinstance(layout, str):
-                for axis in sorted(axes_of(layout, "axes") - set(self.mesh)):
-                    raise FieldError(("layouts", pattern), f"{layout}, which uses the axis {axis!r}", names)
-            else:
-                for role in ("m", "n", "k"):
-                    for axis in getattr(layout, role):
-                        if axis not in self.mesh:
-                            raise FieldError(("layouts", pattern, role), f"the axis {axis!r}", names)
-        for pattern, stored in self.params.items():
-            axes = (stored.axes,) if isinstance(stored.axes, str) else stored.axes or ()
-            for axis in axes:
-                if axis not in self.mesh:
-                    raise FieldError(("params", pattern, "axes"), f"the axis {axis!r}", names_of(self.mesh))
-            if stored.keep and stored.level != "parameters":
-                raise FieldError(("params", pattern, "keep"), f"true at level {stored.level}", "level parameters")
+        check_axes(self.mesh, self.layouts, self.params)
         if info.context:
             self._directory = info.context["directory"]
         return self
@@ -192,7 +177,7 @@ class Plan(BaseModel):
 
         The SHA-256 of the model's config is compared where that file exists.
         """
-        return read_yaml(path, cls)
+        return read_yaml(path, cls, RENAMED)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as YAML, whole or not at all; the config's path is stored relative to the plan file."""
@@ -215,14 +200,14 @@ class Plan(BaseModel):
         *,
         mesh: Mapping[str, int],
         layout: GridLayout | str,
-        batch: int,
+        micro_batch: int,
         sequence: int,
         **rest: Any,
     ) -> Plan:
         """A plan with one layout (or preset name) for all sites.
 
         config_path: a Hugging Face config.json, or a directory that holds one. mesh: axis → ranks along it.
-        batch: sequences per micro-batch over the whole mesh. sequence: tokens per sequence. rest: further fields.
+        micro_batch: sequences per micro-batch over the whole mesh. sequence: tokens per sequence. rest: further fields.
         """
         path = Path(os.path.abspath(config_path))
         if path.is_dir():
@@ -230,10 +215,10 @@ class Plan(BaseModel):
         if not path.is_file():
             raise InputError(f"config: found no file {os.fspath(config_path)!r}; allowed: a Hugging Face config.json")
         fields: dict[str, Any] = {
-            "version": 1,
+            "version": VERSION,
             "model": {"config": path.name, "sha256": sha256_of(path)},
             "mesh": dict(mesh),
-            "batch": batch,
+            "micro_batch": micro_batch,
             "sequence": sequence,
             "layouts": {"*": layout},
         }
@@ -305,6 +290,11 @@ class Plan(BaseModel):
         return self.master_dtype or self.dtype
 
     @property
+    def global_batch(self) -> int:
+        """Sequences of a step, over the whole mesh and all micro-batches."""
+        return self.micro_batch * self.accumulation
+
+    @property
     def world_size(self) -> int:
         """Ranks of the whole mesh."""
         return world_size(self.mesh)
@@ -312,8 +302,7 @@ class Plan(BaseModel):
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Mesh axes that some layout uses as m (they split tokens for good), in mesh order."""
-        used = {axis for layout in self.layouts.values() for axis in axes_of(layout, "m")}
-        return tuple(axis for axis in self.mesh if axis in used)
+        return data_axes(self.mesh, self.layouts)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -322,7 +311,7 @@ class Plan(BaseModel):
         The others split the tokens of its sequences.
         """
         roles = [axes_of(layout, "m") for layout in self.layouts.values()]
-        left, found = self.batch, []
+        left, found = self.micro_batch, []
         for axis, ranks in self.mesh.items():
             if left % ranks == 0 and all(axis in role for role in roles):
                 left //= ranks

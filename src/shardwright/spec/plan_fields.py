@@ -1,4 +1,4 @@
-"""The parts of a plan file: a layout, what is split of a parameter group, and what a rehearsal said of a step."""
+"""The parts of a plan file: a site's layout, how parameters are stored, what is predicted; the axes that they name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.files.messages import FieldError
 from shardwright.files.parser import STRICT
 from shardwright.files.sizes import SIZES, SizeText, parse_bytes
 from shardwright.spec.layout import CHOICES, OPERAND_WORDS, GridLayout
-from shardwright.spec.presets import preset, presets
+from shardwright.spec.presets import axes_of, preset, presets
 from shardwright.spec.sharding import LEVELS
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -157,3 +157,32 @@ def check_known(mapping: Mapping[str, Any], allowed: Collection[str], what: str)
     for name in mapping:
         if name not in allowed:
             raise FieldError((name,), f"{what} {name!r}", ", ".join(allowed))
+
+
+def data_axes(mesh: Mapping[str, int], layouts: Mapping[str, GridLayout | str]) -> tuple[str, ...]:
+    """Mesh axes that some layout uses as m (they split tokens for good), in mesh order."""
+    used = {axis for layout in layouts.values() for axis in axes_of(layout, "m")}
+    return tuple(axis for axis in mesh if axis in used)
+
+
+def check_axes(
+    mesh: Mapping[str, int], layouts: Mapping[str, GridLayout | str], params: Mapping[str, StoredFields]
+) -> None:
+    """Raises FieldError where a layout or a way to store parameters names an axis that the mesh does not have."""
+    names = "the mesh's axes (" + ", ".join(mesh) + ")"
+    for pattern, layout in layouts.items():
+        if isinstance(layout, str):
+            for axis in sorted(axes_of(layout, "axes") - set(mesh)):
+                raise FieldError(("layouts", pattern), f"{layout}, which uses the axis {axis!r}", names)
+        else:
+            for role in ("m", "n", "k"):
+                for axis in getattr(layout, role):
+                    if axis not in mesh:
+                        raise FieldError(("layouts", pattern, role), f"the axis {axis!r}", names)
+    for pattern, stored in params.items():
+        axes = (stored.axes,) if isinstance(stored.axes, str) else stored.axes or ()
+        for axis in axes:
+            if axis not in mesh:
+                raise FieldError(("params", pattern, "axes"), f"the axis {axis!r}", names)
+        if stored.keep and stored.level != "parameters":
+            raise FieldError(("params", pattern, "keep"), f"true at level {stored.level}", "level parameters")

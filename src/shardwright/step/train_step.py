@@ -120,7 +120,7 @@ class TrainStep:
         self.model = model
         self.accumulation: int | None = plan.accumulation
         data = model.loss_function.over_vocabulary.tokens
-        first, end = chunk(plan.batch, data.size, data.index)
+        first, end = chunk(plan.micro_batch, data.size, data.index)
         self.shape = (end - first, plan.sequence)
         self.loss = model.loss_function.over_vocabulary
         self.reductions: Reductions = model.parameter_store.schedule.reductions

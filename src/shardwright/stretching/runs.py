@@ -45,7 +45,7 @@ class Run:
 
 def kinds(family: Family, config: Any, plan: Plan) -> list[Hashable]:
     """What makes blocks alike, for each block: its sites' layouts, how it is stored, recomputation, and its type."""
-    sites = family.sites(config, plan.batch * plan.sequence)
+    sites = family.sites(config, plan.micro_batch * plan.sequence)
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     found: list[Hashable] = []
     for index, kind in enumerate(types):
@@ -92,7 +92,7 @@ def rehearse_few(
 
 def plan_of_blocks(family: Family, config: Any, plan: Plan, blocks: Sequence[int]) -> Plan:
     """The plan with a pattern for each of these blocks, now numbered from 0, and those that decide outside of them."""
-    sites = family.sites(config, plan.batch * plan.sequence)
+    sites = family.sites(config, plan.micro_batch * plan.sequence)
     layouts, params, recompute = dict[str, Any](), dict[str, Any](), dict[str, str]()
     for new, old in enumerate(blocks):
         block, name = f"{family.blocks}.{old}", f"{family.blocks}.{new}"

@@ -212,7 +212,12 @@ class _Batches:
         plan = self.plan
         drawn = (
             stream.batch_at(
-                number, micro, batch=plan.batch, sequence=plan.sequence, data_index=self.index, data_size=self.size
+                number,
+                micro,
+                batch=plan.micro_batch,
+                sequence=plan.sequence,
+                data_index=self.index,
+                data_size=self.size,
             )
             for micro in range(count)
         )
@@ -274,7 +279,7 @@ class _Session:
         return self.step.evaluate(self.batches.of(self.batches.held_out, 0, evaluation.batches)).item()
 
     def _write(self, number: int, loss: float, seconds: float, peak: int | None, held_out_loss: float | None) -> None:
-        rate = self.plan.batch * self.plan.sequence * self.plan.accumulation / seconds
+        rate = self.plan.global_batch * self.plan.sequence / seconds
         values = step_metrics(
             loss=loss, tokens_per_second=rate, seconds=seconds, peak_bytes=peak, evaluation_loss=held_out_loss
         )
