@@ -27,7 +27,7 @@ from shardwright.models.structure import Structure
 from shardwright.runtime.runtime import Runtime
 from shardwright.spec.layout import GridLayout
 from shardwright.spec.plan import Plan
-from shardwright.unsharding.shard import Call, lend
+from shardwright.unsharding.shard import Call, shard_groups
 from shardwright.values.initial import Source
 from shardwright.values.random import key_of
 
@@ -48,7 +48,7 @@ def unsplit(model: Any, mesh: DeviceMesh, runtime: Runtime, plan: Plan, source: 
     if plan.dtype != plan.stored_dtype:
         _retype_buffers(model, plan.dtype)
     runtime.arena.slots = plan.arena
-    lend(model, mesh, plan.data_axes, plan.sharding_for, Call(plan.in_flight, source=source))
+    shard_groups(model, mesh, plan.data_axes, plan.sharding_for, Call(plan.in_flight, source=source))
     fill_buffers(model, torch.device(mesh.device_type), plan.seed, source)
     for block in recomputed:
         block.gradient_checkpointing = True

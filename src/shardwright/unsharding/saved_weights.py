@@ -51,18 +51,18 @@ class SavedWeights:
     """The hooks of one store, and which memory is whose while modules run."""
 
     def __init__(self) -> None:
-        self._lent: dict[int, tuple[StoredParameter, Reader, weakref.WeakSet[Handle]]] = {}
+        self._watched: dict[int, tuple[StoredParameter, Reader, weakref.WeakSet[Handle]]] = {}
         self._own: list[Any] = []  # pack hooks of ours that are in force
 
-    def lend(
+    def watch(
         self, whole: torch.Tensor, stored: StoredParameter, reader: Reader, handles: weakref.WeakSet[Handle]
     ) -> None:
         """From now on the memory of ``whole`` is that of ``stored``'s W; ``handles``: those that graphs hold on it."""
-        self._lent[whole.untyped_storage()._cdata] = stored, reader, handles
+        self._watched[whole.untyped_storage()._cdata] = stored, reader, handles
 
-    def take_back(self, stored: StoredParameter) -> None:
+    def unwatch(self, stored: StoredParameter) -> None:
         """No module sees the W of ``stored`` any more."""
-        self._lent = {key: lent for key, lent in self._lent.items() if lent[0] is not stored}
+        self._watched = {key: watched for key, watched in self._watched.items() if watched[0] is not stored}
 
     def push(self) -> bool:
         """Puts the hooks in force, unless they are the innermost pair already; whether ``pop`` is due."""
@@ -81,9 +81,9 @@ class SavedWeights:
 
     def _over(self, below: Pair | None) -> Pair:
         def pack(tensor: torch.Tensor) -> Any:
-            lent = self._lent.get(tensor.untyped_storage()._cdata)
-            if lent is not None and not (tensor.is_conj() or tensor.is_neg()):
-                stored, reader, handles = lent
+            watched = self._watched.get(tensor.untyped_storage()._cdata)
+            if watched is not None and not (tensor.is_conj() or tensor.is_neg()):
+                stored, reader, handles = watched
                 handle = Handle(tensor, stored, reader)
                 handles.add(handle)
                 return handle

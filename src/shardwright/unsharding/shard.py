@@ -75,7 +75,7 @@ def shard(
     "shard": "parameters"}). keep: W stays gathered from forward to backward. in_flight: parameter groups gathered at
     once. dtype: element type in which the module computes (by default the parameters'); gradients travel in it, and are
     added up in reduce_dtype (by default the parameters'). bucket: bytes, or a size such as "25MiB", of the buffer in
-    which small gradients travel together; 0 is none. param_groups: patterns of names of the modules that are gathered
+    which small gradients travel together; 0 is none. groups: patterns of names of the modules that are gathered
     as one; by default every block (a member of an nn.ModuleList or nn.Sequential), and each other module with
     parameters of its own. The pattern "" makes one parameter group, kept while the root's forward runs, of what no
     other parameter group holds. reduce: gradients are the ``sum`` of the ranks' gradients, or their ``mean``, as
@@ -108,7 +108,7 @@ def shard(
     axes = mesh_axes.mesh_dim_names or ()
     call = Call(in_flight, groups, source, unused == "zeros", checks, _ignored(module, ignored_parameters))
     divisor = mesh_axes.size() if reduce == "mean" else 1
-    lend(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, call, divisor)
+    shard_groups(module, mesh_axes._get_root_mesh(), axes, lambda _: sharding, call, divisor)
     return give_methods(module)
 
 
@@ -143,7 +143,7 @@ def _schedule(module: nn.Module) -> Schedule:
     return schedule
 
 
-def lend(
+def shard_groups(
     module: nn.Module,
     mesh: DeviceMesh,
     axes: tuple[str, ...],
@@ -218,7 +218,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
 
 
 def param_groups_of(module: nn.Module) -> Callable[[str], str]:
-    """Qualified parameter name → name of the parameter group that ``lend`` would put it in."""
+    """Qualified parameter name → name of the parameter group that ``shard_groups`` would put it in."""
     return _param_group_finder(_param_group_names(module, None))
 
 

@@ -139,16 +139,16 @@ class ModuleCall:
         """The gathered W as a plain tensor, a leaf of the graph; its gradient is deposited in the store."""
         whole = self._wholes[stored] = stored.lease()
         if stored.releases:
-            self._lend(whole, stored)
+            self._watch(whole, stored)
         if stored.parameter.requires_grad and torch.is_grad_enabled():
             number = self._expect(stored.param_group, stored)
             whole = whole.detach().requires_grad_()
             whole.register_post_accumulate_grad_hook(partial(self._deposit, stored, number))
         return whole
 
-    def _lend(self, whole: torch.Tensor, stored: StoredParameter) -> None:
+    def _watch(self, whole: torch.Tensor, stored: StoredParameter) -> None:
         """From now on graphs that save something on the memory of W hold handles instead."""
-        self.saved.lend(whole, stored, self, self._handles.setdefault(stored, weakref.WeakSet()))
+        self.saved.watch(whole, stored, self, self._handles.setdefault(stored, weakref.WeakSet()))
 
     def _expect(self, param_group: ParameterGroup, stored: StoredParameter | None = None) -> int:
         """Announces a gradient to come, of a parameter or of the inputs; the number by which it is heard of."""
@@ -163,7 +163,7 @@ class ModuleCall:
         """The forward is over."""
         for place in self.places:
             place.module.__dict__.pop(place.key, None)
-            self.saved.take_back(place.stored)
+            self.saved.unwatch(place.stored)
         for param_group in self.param_groups:
             param_group.open -= 1
         if torch.is_grad_enabled():
@@ -216,7 +216,7 @@ class ModuleCall:
             if module is not None and place.key not in module.__dict__:
                 whole = self._wholes[place.stored]
                 if place.stored.releases:
-                    self._lend(whole, place.stored)
+                    self._watch(whole, place.stored)
                 with trace.quiet():
                     module.__dict__[place.key] = whole.detach().requires_grad_(place.stored.trains)
                 self._shown.append(place)
@@ -231,7 +231,7 @@ class ModuleCall:
             module = place.reference()
             if module is not None:
                 module.__dict__.pop(place.key, None)
-            self.saved.take_back(place.stored)
+            self.saved.unwatch(place.stored)
 
     def _deposit(self, stored: StoredParameter, number: int, leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
