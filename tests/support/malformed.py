@@ -85,7 +85,7 @@ LAYOUT_KEYS = "m, n, k, x, w, y, save_x, save_w, overlap, chunks, reduce_dtype"
 PRESETS = ", ".join(presets)
 COUNT = "a whole number of at least 1"
 LEVELS = "replicate, optimizer, gradients, parameters"
-STORED = f"one of {LEVELS}, or a mapping with the keys level, axes, keep, reduce_dtype, bucket"
+STORED = f"one of {LEVELS}, or a mapping with the keys level, axes, keep, reduce_dtype, bucket, reshard_after_forward"
 AXES = "the mesh's axes (data, tensor)"
 QKV = "layouts.model.layers.*.qkv"
 
@@ -171,8 +171,8 @@ PLANS: list[Case] = [
         "3",
         f"one of {PRESETS}, or a mapping with the keys {LAYOUT_KEYS}",
     ),
-    ("'*': replicate", "'*': zero3", "params.*", 19, "'zero3'", STORED),
-    ("'*': replicate", "'*': {level: zero3}", "params.*.level", 19, "'zero3'", LEVELS),
+    ("'*': replicate", "'*': zero9", "params.*", 19, "'zero9'", STORED),
+    ("'*': replicate", "'*': {level: zero9}", "params.*.level", 19, "'zero9'", LEVELS),
     (
         "'*': replicate",
         "'*': {level: optimizer, keep: true}",

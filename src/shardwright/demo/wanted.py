@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwright.errors import InputError
 from shardwright.files.replacing import check_directory
-from shardwright.spec.sharding import LEVELS
+from shardwright.spec.sharding import one_level
 from shardwright.train.loop import RECORDED_STEPS
 
 DTYPES = ("float32", "bfloat16")
@@ -37,8 +37,8 @@ class Wanted:
         if self.steps < RECORDED_STEPS:
             allowed = f"at least {RECORDED_STEPS}, the steps that are recorded"
             raise InputError(f"--steps: found {self.steps}; allowed: {allowed}")
-        if self.level is not None and self.level not in LEVELS:
-            raise InputError(f"--level: found {self.level!r}; allowed: {', '.join(LEVELS)}")
+        if self.level is not None:
+            object.__setattr__(self, "level", one_level(self.level, "--level"))
         if self.seed < 0:
             raise InputError(f"--seed: found {self.seed}; allowed: at least 0")
         if self.dtype not in DTYPES:

@@ -11,7 +11,7 @@ from shardwright.files.config_file import read_config
 from shardwright.files.sizes import format_bytes, parse_bytes
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan
-from shardwright.spec.sharding import LEVELS
+from shardwright.spec.sharding import one_level
 
 SECONDS = 20.0
 """How long structures are priced, unless more is asked for."""
@@ -52,8 +52,7 @@ def asked(
     for name, value in (("global_batch", global_batch), ("sequence", sequence)):
         if value < 1:
             raise InputError(f"{name}: found {value}; allowed: at least 1")
-    if level is not None and level not in LEVELS:
-        raise InputError(f"level: found {level!r}; allowed: {', '.join(LEVELS)}")
+    level = None if level is None else one_level(level)
     base = Plan.for_config(
         config,
         mesh={"data": 1},

@@ -30,6 +30,7 @@ from shardwright.spec.plan_fields import (
     check_known,
     data_axes,
     stored_as,
+    with_axes,
 )
 from shardwright.spec.presets import axes_of, preset
 from shardwright.spec.sharding import Sharding
@@ -141,6 +142,13 @@ class Plan(BaseModel):
             if not axis.isidentifier():
                 raise FieldError((axis,), f"the axis name {axis!r}", "a name of letters, digits and _, such as data")
         return mesh
+
+    @field_validator("params")
+    @classmethod
+    def _hybrid(cls, params: dict[str, StoredFields], info: ValidationInfo) -> dict[str, StoredFields]:
+        if not {"mesh", "layouts"} <= info.data.keys():
+            return params  # what is wrong with those is told
+        return with_axes(params, data_axes(info.data["mesh"], info.data["layouts"]))
 
     @field_validator("recompute")
     @classmethod

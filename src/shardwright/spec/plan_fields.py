@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, PlainValidator, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    field_validator,
+    model_validator,
+)
 
 from shardwright.files.messages import FieldError
 from shardwright.files.parser import STRICT
 from shardwright.files.sizes import SIZES, SizeText, parse_bytes
 from shardwright.spec.layout import CHOICES, OPERAND_WORDS, GridLayout
 from shardwright.spec.presets import axes_of, preset, presets
-from shardwright.spec.sharding import LEVELS
+from shardwright.spec.sharding import HYBRID, LEVELS, SPELLED, hybrid_axes, kept, named_level
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]
@@ -88,8 +96,9 @@ class StoredFields(BaseModel):
 
     model_config = STRICT
 
-    level: Literal["replicate", "optimizer", "gradients", "parameters"] = Field(
-        description="what is split over the axes: nothing, optimizer states, gradients too, or parameters too"
+    level: Literal["replicate", "optimizer", "gradients", "parameters", "hsdp"] = Field(
+        json_schema_extra={"enum": list(SPELLED), "x-allowed": ", ".join(LEVELS)},
+        description="what is split over the axes: nothing, optimizer states, gradients too, or parameters too",
     )
     axes: Text | list[Text] | None = Field(
         default=None, description="mesh axes over which storage is split; null: every data axis of the plan"
@@ -102,6 +111,24 @@ class StoredFields(BaseModel):
         default=None,
         description="bytes of the buffer in which small gradients travel together; 0: none; null: the plan's",
     )
+    reshard_after_forward: bool | None = Field(
+        default=None, description="level parameters: false says what keep: true says, true what keep: false says"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, data: Any) -> Any:
+        """Levels by their own names, and ``keep`` for ``reshard_after_forward``."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("level"), str):
+            return data
+        data = {**data, "level": named_level(data["level"])}
+        after = data.get("reshard_after_forward")
+        if isinstance(after, bool):
+            if "keep" in data:
+                raise FieldError(("reshard_after_forward",), "it beside keep", "one of them")
+            del data["reshard_after_forward"]
+            data["keep"] = kept(data["level"], False, after)
+        return data
 
 
 def stored_as(value: Any) -> StoredFields:
@@ -113,7 +140,11 @@ def stored_as(value: Any) -> StoredFields:
 Stored = Annotated[
     StoredFields,
     PlainValidator(
-        stored_as, json_schema_input_type=Annotated[str, Field(json_schema_extra={"enum": list(LEVELS)})] | StoredFields
+        stored_as,
+        json_schema_input_type=Annotated[
+            str, Field(json_schema_extra={"enum": list(SPELLED), "x-allowed": "one of " + ", ".join(LEVELS)})
+        ]
+        | StoredFields,
     ),
     PlainSerializer(
         lambda stored: (
@@ -186,3 +217,22 @@ def check_axes(
                 raise FieldError(("params", pattern, "axes"), f"the axis {axis!r}", names)
         if stored.keep and stored.level != "parameters":
             raise FieldError(("params", pattern, "keep"), f"true at level {stored.level}", "level parameters")
+
+
+def with_axes(params: Mapping[str, StoredFields], found: tuple[str, ...]) -> dict[str, StoredFields]:
+    """``params`` with axes for those at level HYBRID; found: the data axes.
+
+    Raises FieldError where there is one data axis only, or the axes that are stated are all of them.
+    """
+    chosen = dict(params)
+    for pattern, stored in params.items():
+        if stored.level != HYBRID:
+            continue
+        axes = hybrid_axes(found) if stored.axes is None else stored.axes
+        if not set(found) - ({axes} if isinstance(axes, str) else set(axes)):
+            raise FieldError((pattern, "axes"), f"all data axes at level {HYBRID}", "a part of them, or level fsdp")
+        listed = axes if isinstance(axes, str) else list(axes)
+        chosen[pattern] = StoredFields(
+            **stored.model_dump(exclude_unset=True) | {"level": "parameters", "axes": listed}
+        )
+    return chosen

@@ -22,6 +22,12 @@ from shardwright.errors import InputError
 from shardwright.spec.dtypes import STORED
 
 LEVELS = ("replicate", "optimizer", "gradients", "parameters")
+HYBRID = "hsdp"
+"""Level ``parameters`` over the last data axis, ``replicate`` over the others."""
+ALIASES = {"ddp": "replicate", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters", "fsdp": "parameters"}
+"""Other names of levels; written in any case, with or without a hyphen (``ZeRO-3``)."""
+SPELLED = (*LEVELS, "ddp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "fsdp", HYBRID)
+"""The words of levels as they are usually written."""
 ONCE_A_STEP = ("replicate", "optimizer")
 """Levels at which gradients of several micro-batches add up whole, to be reduced once a step."""
 FAIR_SHARE = 4
@@ -72,3 +78,48 @@ class Sharding:
     def resident(self) -> bool:
         """Whether W stays gathered between steps."""
         return self.level in ("optimizer", "gradients")
+
+
+def named_level(word: str) -> str:
+    """The level, or HYBRID, that ``word`` is a name of; any other word as it is, for the caller to refuse."""
+    plain = word.lower().replace("-", "")
+    return HYBRID if plain == HYBRID else ALIASES.get(plain, word)
+
+
+def one_level(word: str, where: str = "level") -> str:
+    """The level that ``word`` names; ``where`` begins an error.
+
+    Raises InputError for a word that names none, or chooses axes too.
+    """
+    level = named_level(word)
+    if level == HYBRID:
+        raise InputError(f"{where}: found {word!r}, which chooses axes too; allowed: {', '.join(LEVELS)}")
+    if level not in LEVELS:
+        raise InputError(f"{where}: found {word!r}; allowed: {', '.join(LEVELS)}")
+    return level
+
+
+def hybrid_axes(data_axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that HYBRID splits storage over: the last one. Raises InputError where there is one data axis only."""
+    if len(data_axes) < 2:
+        raise InputError(
+            f"level: found {HYBRID!r} on {len(data_axes)} data axis; allowed: two data axes or more, of which the last "
+            "splits parameters and the others replicate them ('fsdp' splits over a single one)"
+        )
+    return data_axes[-1:]
+
+
+def kept(level: str, keep: bool, reshard_after_forward: bool | None) -> bool:
+    """What ``keep`` is where W is, or is not, to be released after forward; None: as ``keep`` says.
+
+    Raises InputError for both words, and for a level that never releases W.
+    """
+    if reshard_after_forward is None:
+        return keep
+    if keep:
+        raise InputError("reshard_after_forward: found it beside keep; allowed: one of them")
+    if level not in ("parameters", HYBRID):
+        raise InputError(
+            f"reshard_after_forward: found it at level {level!r}; allowed: level 'parameters', which alone releases W"
+        )
+    return not reshard_after_forward

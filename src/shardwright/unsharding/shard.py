@@ -22,7 +22,7 @@ from shardwright.files.sizes import parse_bytes
 from shardwright.params.schedule import Schedule
 from shardwright.params.store import ParameterStore
 from shardwright.params.stored import StoredParameter
-from shardwright.spec.sharding import LEVELS, Sharding
+from shardwright.spec.sharding import HYBRID, LEVELS, Sharding, hybrid_axes, kept, named_level, one_level
 from shardwright.unsharding.mixed_precision import MixedPrecision, chosen_types
 from shardwright.unsharding.places import Place
 from shardwright.unsharding.retired import RetiredParameter, retire
@@ -56,6 +56,7 @@ def shard(
     level: str | Mapping[str, str] = "parameters",
     *,
     keep: bool = False,
+    reshard_after_forward: bool | None = None,
     in_flight: int = 2,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -70,24 +71,23 @@ def shard(
 ) -> nn.Module:
     """Stores the parameters of ``module`` over the axes of ``mesh_axes``, in place; returns it, a ShardedModule.
 
-    mesh_axes: the mesh (or submesh) over whose axes the data are split. level: one word of ``replicate``,
-    ``optimizer``, ``gradients``, ``parameters`` for all axes, or {axis: word} (hybrid: {"replica": "replicate",
-    "shard": "parameters"}). keep: W stays gathered from forward to backward. in_flight: parameter groups gathered at
-    once. dtype: element type in which the module computes (by default the parameters'); gradients travel in it, and are
-    added up in reduce_dtype (by default the parameters'). bucket: bytes, or a size such as "25MiB", of the buffer in
-    which small gradients travel together; 0 is none. groups: patterns of names of the modules that are gathered
-    as one; by default every block (a member of an nn.ModuleList or nn.Sequential), and each other module with
-    parameters of its own. The pattern "" makes one parameter group, kept while the root's forward runs, of what no
-    other parameter group holds. reduce: gradients are the ``sum`` of the ranks' gradients, or their ``mean``, as
-    FSDP2's and DDP's are. unused: where ranks use different parameters in one backward, ``error`` raises
-    DivergenceError, which names one and the ranks; ``zeros`` is exact: what a rank does not use has a gradient of zero
-    there (at level ``parameters`` every rank must call the same groups). checks: ranks agree, by a message of 32 bytes,
-    before each gather and at both ends of a backward, so that a difference is an error and no wrong result; False
-    trusts that all ranks run alike. source: where shards get their values, by default from the module (equal on every
-    rank).
-
-    ignored_parameters: names, or the parameters themselves, that stay as they are: plain, not reduced, not counted.
-    mixed_precision: dtype and reduce_dtype in one object.
+    mesh_axes: the (sub)mesh over whose axes the data are split. level: one word of ``replicate``, ``optimizer``,
+    ``gradients``, ``parameters`` for all axes, or {axis: word} (hybrid: {"replica": "replicate", "shard":
+    "parameters"}), or ``ddp``, ``ZeRO-1`` to ``ZeRO-3``, ``fsdp``, ``hsdp`` (parameters over the last axis, replicated
+    over the others). keep: W stays gathered from forward to backward; reshard_after_forward=False says the same.
+    in_flight: parameter groups gathered at once. dtype: element type in which the module computes (by default the
+    parameters'); gradients travel in it, and are added up in reduce_dtype (by default the parameters'). bucket: bytes,
+    or a size such as "25MiB", of the buffer in which small gradients travel together; 0 is none. groups: patterns
+    of names of the modules that are gathered as one; by default every block (a member of an nn.ModuleList or
+    nn.Sequential), and each other module with parameters of its own. The pattern "" makes one parameter group, kept
+    while the root's forward runs, of what no other parameter group holds. reduce: gradients are the ``sum`` of the
+    ranks' gradients, or their ``mean``, as FSDP2's and DDP's are. unused: where ranks use different parameters in one
+    backward, ``error`` raises DivergenceError, which names one and the ranks; ``zeros`` is exact: what a rank does not
+    use has a gradient of zero there (at level ``parameters`` every rank must call the same groups). checks: ranks
+    agree, by a message of 32 bytes, before each gather and at both ends of a backward, so that a difference is an error
+    and no wrong result; False trusts that all ranks run alike. source: where shards get their values, by default from
+    the module (equal on every rank). ignored_parameters: names, or the parameters themselves, that stay as they are:
+    plain, not reduced, not counted. mixed_precision: dtype and reduce_dtype in one object.
 
     Bottom-up: call it on blocks, then on the module around them. What an inner call has sharded stays as that call
     says (level, axes, keep, element types, bucket, groups); from the outer call on all is one store with one schedule,
@@ -104,7 +104,7 @@ def shard(
     """
     _check_words(reduce, unused, checks)
     policy = chosen_types(mixed_precision, dtype, reduce_dtype)
-    sharding = _sharding(mesh_axes, level, keep, policy, parse_bytes(bucket, "bucket"))
+    sharding = _sharding(mesh_axes, level, (keep, reshard_after_forward), policy, parse_bytes(bucket, "bucket"))
     axes = mesh_axes.mesh_dim_names or ()
     call = Call(in_flight, groups, source, unused == "zeros", checks, _ignored(module, ignored_parameters))
     divisor = mesh_axes.size() if reduce == "mean" else 1
@@ -234,15 +234,18 @@ def _param_group_finder(names: Sequence[str]) -> Callable[[str], str]:
 def _sharding(
     mesh: DeviceMesh,
     level: str | Mapping[str, str],
-    keep: bool,
+    keep: tuple[bool, bool | None],
     policy: MixedPrecision,
     bucket: int,
 ) -> Sharding:
     axes = mesh.mesh_dim_names or ()
+    if isinstance(level, str) and named_level(level) == HYBRID:
+        level = dict.fromkeys(hybrid_axes(axes), "parameters")
     words = dict.fromkeys(axes, level) if isinstance(level, str) else dict(level)
     for axis in words:
         if axis not in axes:
             raise InputError(f"level: found axis {axis!r}; allowed: the mesh's axes ({', '.join(axes)})")
+    words = {axis: one_level(word) for axis, word in words.items()}
     split = tuple(axis for axis in axes if words.get(axis, "replicate") != "replicate")
     chosen = sorted({words[axis] for axis in split}) or ["replicate"]
     if len(chosen) > 1:
@@ -251,7 +254,7 @@ def _sharding(
     def name(kind: torch.dtype | None) -> str | None:
         return None if kind is None else str(kind).removeprefix("torch.")
 
-    return Sharding(chosen[0], split, keep, name(policy.dtype), name(policy.reduce_dtype), bucket)
+    return Sharding(chosen[0], split, kept(chosen[0], *keep), name(policy.dtype), name(policy.reduce_dtype), bucket)
 
 
 def _param_group_names(module: nn.Module, patterns: Sequence[str] | None) -> list[str]:
