@@ -9,15 +9,12 @@ from dataclasses import replace
 import pytest
 
 from shardwright.certificate import certify as planner_certify
+from shardwright.certificate.agreement import ByAxes, agree_by_class, by_axes
 from shardwright.certificate.certify import (
-    ByAxes,
-    DivergenceError,
     Uncertified,
-    agree,
-    agree_by_class,
-    by_axes,
     certify,
 )
+from shardwright.comm.divergence import DivergenceError
 from shardwright.overlap import blocking
 from shardwright.simulate.rank_classes import RankClass, rank_classes
 from shardwright.simulate.rehearsal import rehearse
@@ -91,7 +88,12 @@ def test_a_certificate_speaks_for_the_fullest_rank():
         assert peak == max(trace.phase_peaks[phase] for trace in traces)
     for dtype, sizes in certificate.arena.items():
         assert sizes == [max(each) for each in zip(*(padded(t.arena[dtype], len(sizes)) for t in traces), strict=True)]
-    agree(dict(enumerate(traces)))
+    agree(dict(enumerate(traces)), plan.mesh)
+
+
+def agree(traces: dict[int, Trace], mesh: dict[str, int]) -> None:
+    """Each rank is a class of its own."""
+    agree_by_class(said(traces, mesh), [RankClass((rank,)) for rank in traces], mesh)
 
 
 def padded(sizes: list[int], length: int) -> list[int]:
@@ -125,7 +127,7 @@ def test_a_wrong_prediction_is_no_certificate(name, monkeypatch):
 def test_d8_the_first_collective_that_a_rank_skips_is_named(monkeypatch):
     plan = plan_of({"data": 2, "tensor": 2}, "tensor-all-reduce")
     traces = {rank: rehearse(plan.config_path, plan, rank, steps=1) for rank in range(4)}
-    agree(traces)
+    agree(traces, plan.mesh)
     site = "model.layers.0.mlp.gate_up"
     launch = blocking.all_reduce
     monkeypatch.setattr(blocking, "all_reduce", lambda x, g, module, wide: module == site or launch(x, g, module, wide))
@@ -139,7 +141,7 @@ def test_d8_the_first_collective_that_a_rank_skips_is_named(monkeypatch):
     with pytest.raises(
         DivergenceError, match=f"^{re.escape(told)} \\({site}, step 1, backward\\), rank 3 issues all_reduce"
     ):
-        agree(traces)
+        agree(traces, plan.mesh)
 
 
 def collective(size: int, kind: str = "all_gather", ranks: tuple[int, ...] = (0, 1), axes=("data",)) -> Collective:
@@ -159,9 +161,7 @@ def collective(size: int, kind: str = "all_gather", ranks: tuple[int, ...] = (0,
 def test_the_first_difference_is_told(theirs, message):
     traces = {0: Trace([collective(8), collective(6)]), 1: Trace([*theirs])}
     with pytest.raises(DivergenceError, match=message):
-        agree(traces)
-    with pytest.raises(DivergenceError, match=message):
-        agree_by_class(said(traces, {"data": 2}), [RankClass((0,)), RankClass((1,))], {"data": 2})
+        agree(traces, {"data": 2})
 
 
 def said(traces: dict[int, Trace], mesh: dict[str, int]) -> dict[int, ByAxes]:
@@ -170,7 +170,8 @@ def said(traces: dict[int, Trace], mesh: dict[str, int]) -> dict[int, ByAxes]:
 
 def test_groups_are_told_apart():
     far = [replace(event, ranks=(2, 3)) for event in (collective(4), collective(2))]
-    agree({0: Trace([collective(8)]), 1: Trace([collective(8)]), 2: Trace([*far]), 3: Trace([*far])})
+    traces = {0: Trace([collective(8)]), 1: Trace([collective(8)]), 2: Trace([*far]), 3: Trace([*far])}
+    agree(traces, {"replica": 2, "data": 2})
 
 
 def test_classes_that_never_meet_need_not_agree():

@@ -6,10 +6,10 @@ import pytest
 
 from shardwright.errors import DoesNotFit
 from shardwright.formulas.bounds import Grid
-from shardwright.search.single import fastest_single, singles
 from shardwright.simulate.machine import Machine
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.site import Linear, Site
+from support.single import fastest_single, singles
 
 GIB = 2**30
 

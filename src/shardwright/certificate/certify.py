@@ -1,27 +1,24 @@
 """The certificate of a plan: it is rehearsed on each class of equal ranks, and what was predicted must come out.
 
-Collectives must agree across ranks too: the members of a group wait for each other, so they must issue the same ones in
-the same order.
+Collectives must agree across ranks too (agreement.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from shardwright.comm.divergence import DivergenceError, disagreement, told
+from shardwright.certificate.agreement import ByAxes, agree_by_class, by_axes
 from shardwright.models.config import load_config
 from shardwright.simulate.machine import Machine
 from shardwright.simulate.rank_classes import RankClass, rank_classes
 from shardwright.simulate.timeline import timeline
-from shardwright.spec.mesh import ranks_along
 from shardwright.spec.plan import Plan
 from shardwright.stretching.stretch import rehearse_stretched
-from shardwright.trace import Collective, Trace
 
 
 class Uncertified(RuntimeError):
@@ -151,15 +148,6 @@ def _compare(certificate: Certificate, expected: Expected) -> None:
             raise Uncertified(f"{name}: {bytes_expected:,} bytes were predicted, {found[name]:,} rehearsed")
 
 
-def predicted(traces: Sequence[Trace]) -> dict[str, Any]:
-    """What a plan file says of these ranks' rehearsals: bytes of the fullest one."""
-    return {
-        "peak": largest(trace.phase_peaks for trace in traces),
-        "saved": max(trace.saved_bytes for trace in traces),
-        "volume": max(trace.sent_bytes for trace in traces),
-    }
-
-
 def largest(peaks: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Phase → the largest of its peaks."""
     found: dict[str, int] = {}
@@ -177,75 +165,3 @@ def slots(arenas: Iterable[Mapping[str, list[int]]]) -> dict[str, list[int]]:
             merged = zip_longest(found.get(dtype, []), sizes, fillvalue=0)
             found[dtype] = [max(pair) for pair in merged]
     return found
-
-
-# -- do collectives agree? ---------------------------------------------------------------------------------------------
-
-
-def agree(traces: Mapping[int, Trace]) -> None:
-    """Raises DivergenceError unless the members of every group issue the same collectives over it, in the same order.
-
-    traces: rank → what it does. Members that are not among them are taken to agree.
-    """
-    said: dict[tuple[int, ...], dict[int, list[Collective]]] = {}
-    for rank, trace in traces.items():
-        for event in trace.collectives:
-            members = said.setdefault(event.ranks, {member: [] for member in event.ranks if member in traces})
-            members[rank].append(event)
-    for members in said.values():
-        first, *others = members
-        for other in others:
-            _agree(first, members[first], other, members[other])
-
-
-ByAxes = Mapping[tuple[str, ...], Sequence[Collective]]
-"""Axes of more than one rank → the collectives over them, in their order."""
-
-
-def agree_by_class(said: Mapping[int, ByAxes], classes: Sequence[RankClass], mesh: Mapping[str, int]) -> None:
-    """The same where one rank speaks for each class: every two classes that meet in a group, once."""
-    speaker = {rank: each.representative for each in classes for rank in each.ranks}
-    empty: list[Collective] = []
-    for axes in {axes for mine in said.values() for axes in mine}:
-        for pair in _meetings(axes, classes, speaker, mesh):
-            _agree(pair[0], said[pair[0]].get(axes, empty), pair[1], said[pair[1]].get(axes, empty))
-
-
-def by_axes(trace: Trace, mesh: Mapping[str, int]) -> ByAxes:
-    found: dict[tuple[str, ...], list[Collective]] = {}
-    for event in trace.collectives:
-        found.setdefault(tuple(axis for axis in event.axes if mesh[axis] > 1), []).append(event)
-    return found
-
-
-def _meetings(
-    axes: Sequence[str], classes: Sequence[RankClass], speaker: Mapping[int, int], mesh: Mapping[str, int]
-) -> set[tuple[int, int]]:
-    """Pairs of representatives whose classes have members in one group along ``axes``."""
-    if len(classes) == 1:
-        return set()
-    pairs, done = set[tuple[int, int]](), set[int]()
-    for rank in speaker:
-        if rank not in done:
-            group = ranks_along(rank, axes, mesh)
-            done.update(group)
-            first, *others = sorted({speaker[member] for member in group})
-            pairs |= {(first, other) for other in others}
-    return pairs
-
-
-def _agree(one: int, ours: Sequence[Collective], other: int, theirs: Sequence[Collective]) -> None:
-    for index, (mine, its) in enumerate(zip_longest(ours, theirs)):
-        if mine is None or its is None or _essence(mine) != _essence(its):
-            raise DivergenceError(disagreement(index, (mine or its).ranks, [(one, _told(mine)), (other, _told(its))]))
-
-
-def _essence(event: Collective) -> tuple[str, str, tuple[str, ...], int, int]:
-    return event.kind, event.module, event.axes, event.size, event.step
-
-
-def _told(event: Collective | None) -> str:
-    if event is None:
-        return "issues none"
-    where = f"{event.module or 'no module'}, step {event.step}, {event.phase}"
-    return f"issues {told(event.kind, event.axes, event.size, where)}"
