@@ -11,8 +11,9 @@ import pytest
 
 import shardwright as sw
 from shardwright.errors import DoesNotFit
-from shardwright.search.plan import request
+from shardwright.search.plan import problem_of
 from shardwright.search.search import search
+from shardwright.space import request
 from shardwright.spec.plan import Plan
 from support import tiny
 from support.planned import SIZES, cluster, quick  # noqa: F401 (a fixture)
@@ -107,7 +108,8 @@ def test_the_largest_batch_fits_in_one_micro_batch_and_twice_as_much_does_not(tw
     batch = largest["plan"]["micro_batch"]
     assert batch > 1 and largest["plan"]["accumulation"] == 1
     assert largest["peak"] <= largest["memory"] == 1_500_000
-    whole = dataclasses.replace(request(config(), two, 1_500_000, 2 * batch, 32, "float32", None, "gloo"), whole=True)
+    twice = problem_of(request.asked(config(), two, 1_500_000, 2 * batch, 32, "float32", None, "gloo"))
+    whole = dataclasses.replace(twice, whole=True)
     with pytest.raises(DoesNotFit):
         search(whole, seconds=1)
 

@@ -15,9 +15,10 @@ from shardwright.pricing import compose, price
 from shardwright.pricing import rehearsed_bounds as rehearsed_bound
 from shardwright.search import explore, search
 from shardwright.search import neighbours as beside
-from shardwright.search.plan import request
+from shardwright.search.plan import problem_of
 from shardwright.space import space
 from shardwright.space.problem import Problem
+from shardwright.space.request import asked
 from shardwright.space.space import Structure, structures
 from shardwright.spec.cluster import Cluster
 from shardwright.spec.plan import Plan
@@ -63,7 +64,7 @@ def problem(
     machines: Cluster, memory: int | None = None, batch: int = 4, sequence: int = 128, path: Path | None = None
 ) -> Problem:
     """What ``shardwright plan`` would ask of the search."""
-    return request(path or small(), machines, memory, batch, sequence, "float32", None, "gloo")
+    return problem_of(asked(path or small(), machines, memory, batch, sequence, "float32", None, "gloo"))
 
 
 class Here(Executor):

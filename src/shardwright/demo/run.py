@@ -23,10 +23,11 @@ from shardwright.report import planning
 from shardwright.report.console import table_console
 from shardwright.report.ledger import ledger_json, ledger_table, rank_label
 from shardwright.report.volume import collectives_json
-from shardwright.search.plan import request
+from shardwright.search.plan import problem_of
 from shardwright.search.search import Found, search
 from shardwright.simulate.rehearsal import rehearse
 from shardwright.space.problem import Problem
+from shardwright.space.request import asked
 from shardwright.trace import Trace
 from shardwright.train.launch import launch
 from shardwright.train.loop import METRICS, RECORDED_STEPS, trace_name
@@ -119,8 +120,8 @@ def _demo(wanted: Wanted, json_path: Path | None, work: Path, console: Console) 
 
 def _problem(config: Path, cluster: Path, wanted: Wanted) -> Problem:
     batch = global_batch(wanted.ranks)
-    asked = request(config, cluster, wanted.memory, batch, SEQUENCE, wanted.dtype, "float32", "gloo", wanted.level)
-    return replace(asked, base=asked.base.evolve(seed=wanted.seed))
+    ask = asked(config, cluster, wanted.memory, batch, SEQUENCE, wanted.dtype, "float32", "gloo", wanted.level)
+    return problem_of(replace(ask, base=ask.base.evolve(seed=wanted.seed)))
 
 
 def global_batch(ranks: int, wanted: int = WANTED_BATCH) -> int:

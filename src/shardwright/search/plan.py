@@ -52,21 +52,6 @@ def plan(
     return search(problem_of(ask), seconds).plan
 
 
-def request(
-    config: str | os.PathLike[str],
-    cluster: Cluster | str | os.PathLike[str],
-    memory: int | str | None,
-    global_batch: int,
-    sequence: int,
-    dtype: str,
-    master_dtype: str | None,
-    backend: str,
-    level: str | None = None,
-) -> Problem:
-    """The problem that ``plan`` solves."""
-    return problem_of(asked(config, cluster, memory, global_batch, sequence, dtype, master_dtype, backend, level))
-
-
 def runs_unsplit(ask: Asked) -> bool:
     """Whether the model has no rule table, and fallback was asked for."""
     return ask.base.fallback and not has_rule(load_config(ask.base.config_path))
