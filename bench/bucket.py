@@ -9,8 +9,6 @@ Every variant's gradients are first compared with the means of the unsharded mod
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,10 @@ import torch
 import torch.distributed as dist
 from bucket_table import markdown
 from bucket_variants import Task, every_variant
-from rows import Row, run
+from driver import Bench, Measured, add_hosts_by_ranks
+from rows import Row
 from sharding import TOLERANCE, mean_gradients, recorded
 from sharding_variants import Variant
-from timing import limit, time_in_turns, write
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
@@ -31,52 +29,28 @@ STANDING = ("parameter", "buffer", "gradient", "optimizer")
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "alltoall", "send")
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def add(parser: argparse.ArgumentParser) -> None:
+    """The arguments of this benchmark."""
     parser.add_argument("--blocks", type=int, default=8, help="each has a matrix and 25 norms and biases")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=256, help="rows of each rank")
     parser.add_argument("--caps", nargs="+", default=["0", "1MiB", "5MiB", "25MiB", "100MiB"])
-    parser.add_argument("--hosts-by-ranks", nargs="+", default=["2x1", "2x2"], metavar="HxR")
-    parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 4.0], help="Gbit/s that a host sends")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="2 ranks, 1 Gbit/s, 3 rounds, an eighth of the tokens")
-    parser.add_argument("--patience", type=float, default=60, help="seconds a row may wait for other programs to pause")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/bucket.json"))
-    options = parser.parse_args()
-    if options.quick:
-        options.hosts_by_ranks, options.rates = options.hosts_by_ranks[:1], [1.0]
-        options.rounds, options.tokens = min(options.rounds, 3), options.tokens // 8
-    return options
+    add_hosts_by_ranks(parser)
 
 
-def main() -> int:
-    """Runs every row in its own namespaces, joins the results and prints the table."""
-    options = arguments()
-    task = {key: getattr(options, key) for key in ("blocks", "width", "tokens", "rounds", "patience")}
-    rows = [Row.of(name, ["--caps", *options.caps]) for name in options.hosts_by_ranks]
-    results = run(Path(__file__), task, options.rates, rows)
-    write(options.out, results)
-    print(markdown(results))
-    return 0
+def quick(options: argparse.Namespace) -> None:
+    """What --quick changes."""
+    options.hosts_by_ranks, options.tokens = options.hosts_by_ranks[:1], options.tokens // 8
 
 
-def work() -> None:
-    """Measures all variants at all rates; rank 0 writes what was found."""
-    options = arguments()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def measure(options: argparse.Namespace) -> Measured:
+    """All variants, their gradients compared with the unsharded model's, each looked at in a recorded step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     task = Task.draw(options.blocks, options.width, options.tokens)
-    limit(40.0)
     variants = every_variant(task, mesh, options.caps)
     expected = mean_gradients(variants[0])
     found = [{"name": v.name, "family": v.family, **inspect(v, expected), "timed": {}} for v in variants]
-    time_in_turns(variants, found, options.rates, options.rounds, options.patience)
-    if dist.get_rank() == 0:
-        write(options.out, {"variants": found})
-    dist.barrier()
-    dist.destroy_process_group()
+    return Measured(variants, found)
 
 
 def inspect(variant: Variant, expected: list[torch.Tensor]) -> dict[str, Any]:
@@ -140,7 +114,16 @@ def _carried(trace: sw.Trace, carriers: set[int]) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    if "LOCAL_RANK" in os.environ:
-        work()
-    else:
-        sys.exit(main())
+    Bench(
+        script=Path(__file__),
+        about=__doc__ or "",
+        task=("blocks", "width", "tokens"),
+        rates=(1.0, 4.0),
+        rounds=5,
+        add=add,
+        quick=quick,
+        quick_text="2 ranks, 1 Gbit/s, at most 3 rounds, an eighth of the tokens",
+        rows=lambda options: [Row.of(name, ["--caps", *options.caps]) for name in options.hosts_by_ranks],
+        measure=measure,
+        markdown=markdown,
+    ).start()

@@ -12,16 +12,16 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from driver import Bench, Measured
 from grid_table import markdown
 from grid_variants import AXES, GridVariant, every_variant
 from linear import dense_gradients, most_alive, recorded
-from rows import Row, run
-from timing import COUNTER, limit, time_in_turns, write
+from rows import Row
+from timing import COUNTER
 from torch.distributed.device_mesh import init_device_mesh
 from variants import Task
 
@@ -29,20 +29,18 @@ LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 TOLERANCE = 1e-3  # of gradients, relative to dense
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def add(parser: argparse.ArgumentParser) -> None:
+    """The arguments of this benchmark."""
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=4096)
     grids = ["2x4:2x2x2", "2x2:1x2x2", "2x2:2x2x1"]
     text = "hosts x ranks of each : the grid over them, whose first axis is the slowest"
     parser.add_argument("--grids", nargs="+", default=grids, metavar="HxR:IxJxL", help=text)
-    parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 4.0], help="Gbit/s that a host sends")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, 1 Gbit/s, at most 3 rounds")
-    parser.add_argument("--patience", type=float, default=60, help="seconds a row may wait for other programs to pause")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/grid.json"))
-    options = parser.parse_args()
+
+
+def check(options: argparse.Namespace) -> str | None:
+    """What is wrong with a grid that was asked for."""
     for name in options.grids:
         try:
             (hosts, ranks), sizes = shape_of(name)
@@ -50,10 +48,13 @@ def arguments() -> argparse.Namespace:
         except ValueError:
             fits = False
         if not fits:
-            parser.error(f"--grids: found {name!r}; allowed: HxR:IxJxL with H·R = I·J·L")
-    if options.quick:
-        options.tokens, options.rates, options.rounds = options.tokens // 4, [1.0], min(options.rounds, 3)
-    return options
+            return f"--grids: found {name!r}; allowed: HxR:IxJxL with H·R = I·J·L"
+    return None
+
+
+def quick(options: argparse.Namespace) -> None:
+    """What --quick changes."""
+    options.tokens //= 4
 
 
 def shape_of(name: str) -> tuple[tuple[int, int], tuple[int, ...]]:
@@ -63,43 +64,26 @@ def shape_of(name: str) -> tuple[tuple[int, int], tuple[int, ...]]:
     return (hosts, ranks), tuple(int(size) for size in grid.split("x"))
 
 
-def main() -> int:
-    """Runs every grid in namespaces of its own, joins the results and prints the tables."""
-    options = arguments()
-    task = {key: getattr(options, key) for key in ("tokens", "width", "hidden", "rounds", "patience")}
-    rows = []
-    for name in options.grids:
-        (hosts, ranks), sizes = shape_of(name)
-        rows.append(Row(hosts, ranks, ["--grids", name], {"grid": sizes}))
-    results = run(Path(__file__), task, options.rates, rows)
-    write(options.out, results)
-    print(markdown(results))
-    return 0
+def rows(options: argparse.Namespace) -> list[Row]:
+    """One for each grid."""
+    shapes = {name: shape_of(name) for name in options.grids}
+    return [Row(*machine, ["--grids", name], {"grid": sizes}) for name, (machine, sizes) in shapes.items()]
 
 
 # -- what each rank does ----------------------------------------------------------------------------------------------
 
 
-def work() -> None:
-    """Measures all variants on one grid at all rates; rank 0 writes what was found."""
-    options = arguments()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def measure(options: argparse.Namespace) -> Measured:
+    """All variants that run on the grid, checked against dense and looked at in recorded steps."""
     _, sizes = shape_of(options.grids[0])
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
     task = Task.draw(options.tokens, options.width, options.hidden)
-    limit(40.0)  # until times are taken
     variants, missing = every_variant(task, mesh)
     expected = dense_gradients(task)
     found = [
         {"name": v.name, "family": v.family, "saves": v.saves, **inspect(v, expected), "timed": {}} for v in variants
     ]
-    del expected
-    time_in_turns(variants, found, options.rates, options.rounds, options.patience)
-    if dist.get_rank() == 0:
-        write(options.out, {"variants": found, "missing": missing})
-    dist.barrier()
-    dist.destroy_process_group()
+    return Measured(variants, found, {"missing": missing})
 
 
 def inspect(variant: GridVariant, expected: list[torch.Tensor]) -> dict[str, float]:
@@ -141,7 +125,17 @@ def sent(variant: GridVariant) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    if "LOCAL_RANK" in os.environ:
-        work()
-    else:
-        sys.exit(main())
+    Bench(
+        script=Path(__file__),
+        about=__doc__ or "",
+        task=("tokens", "width", "hidden"),
+        rates=(1.0, 4.0),
+        rounds=5,
+        add=add,
+        quick=quick,
+        quick_text="a quarter of the tokens, 1 Gbit/s, at most 3 rounds",
+        rows=rows,
+        measure=measure,
+        markdown=markdown,
+        check=check,
+    ).start()

@@ -9,8 +9,6 @@ against the dense MLP (dX and both dW) and recorded for its memory; then the var
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rows import Row, run
+from driver import Bench, Measured, add_hosts_by_ranks
+from rows import Row
 from table import markdown
-from timing import time_in_turns, write
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from variants import Task, Variant, every_variant, rows_of, settled
@@ -35,44 +33,23 @@ RESIDENT = ("parameter", "buffer", "input", "gradient", "saved")
 TOLERANCE = 1e-3  # of gradients, relative to dense
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def add(parser: argparse.ArgumentParser) -> None:
+    """The arguments of this benchmark."""
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--hosts-by-ranks", nargs="+", default=["2x1", "2x2"], metavar="HxR")
-    parser.add_argument("--rates", nargs="+", type=float, default=[0.4, 1.0, 4.0], help="Gbit/s that a host sends")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--chunks", type=int, default=0, help="pieces that overlapping modes cut a part into (0: theirs)"
-    )
-    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, 1 Gbit/s, 3 rounds")
-    parser.add_argument("--patience", type=float, default=60, help="seconds a row may wait for other programs to pause")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/linear.json"))
-    options = parser.parse_args()
-    if options.quick:
-        options.tokens, options.rates, options.rounds = options.tokens // 4, [1.0], 3
-    return options
+    text = "pieces that overlapping modes cut a part into (0: theirs)"
+    parser.add_argument("--chunks", type=int, default=0, help=text)
+    add_hosts_by_ranks(parser)
 
 
-def main() -> int:
-    """Runs every row in its own namespaces, joins the results and prints the table."""
-    options = arguments()
-    task = {key: getattr(options, key) for key in ("tokens", "width", "hidden", "rounds", "chunks", "patience")}
-    results = run(Path(__file__), task, options.rates, [Row.of(name) for name in options.hosts_by_ranks])
-    write(options.out, results)
-    print(markdown(results))
-    return 0
+def quick(options: argparse.Namespace) -> None:
+    """What --quick changes."""
+    options.tokens //= 4
 
 
-# -- what each rank does ----------------------------------------------------------------------------------------------
-
-
-def work() -> None:
-    """Measures all variants at all rates; rank 0 writes what was found."""
-    options = arguments()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def measure(options: argparse.Namespace) -> Measured:
+    """All variants that run here, checked against dense and looked at in a recorded step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
     task = Task.draw(options.tokens, options.width, options.hidden)
     variants, missing = every_variant(task, mesh, options.chunks)
@@ -81,11 +58,7 @@ def work() -> None:
         {"name": v.name, "family": v.family, "saves": v.saves, **inspect(v, expected, mesh), "timed": {}}
         for v in variants
     ]
-    time_in_turns(variants, found, options.rates, options.rounds, options.patience)
-    if dist.get_rank() == 0:
-        write(options.out, {"variants": found, "missing": missing})
-    dist.barrier()
-    dist.destroy_process_group()
+    return Measured(variants, found, {"missing": missing})
 
 
 def dense_gradients(task: Task) -> list[torch.Tensor]:
@@ -153,7 +126,17 @@ def most_alive(trace: sw.Trace, edges: set[int]) -> int:
 
 
 if __name__ == "__main__":
-    if "LOCAL_RANK" in os.environ:
-        work()
-    else:
-        sys.exit(main())
+    Bench(
+        script=Path(__file__),
+        about=__doc__ or "",
+        task=("tokens", "width", "hidden", "chunks"),
+        rates=(0.4, 1.0, 4.0),
+        rounds=7,
+        add=add,
+        quick=quick,
+        quick_text="a quarter of the tokens, 1 Gbit/s, at most 3 rounds",
+        rows=lambda options: [Row.of(name) for name in options.hosts_by_ranks],
+        measure=measure,
+        markdown=markdown,
+        fast_first=False,
+    ).start()

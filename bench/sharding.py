@@ -9,8 +9,6 @@ first compared with the means of the unsharded model's, and its second step is r
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +17,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rows import Row, run
+from driver import Bench, Measured, add_hosts_by_ranks
+from rows import Row
 from sharding_table import markdown
 from sharding_variants import Task, Variant, every_variant
-from timing import limit, time_in_turns, write
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -34,50 +32,23 @@ TOLERANCE = 1e-4  # of gradients, relative
 LANDED = ("parameter", "buffer", "input", "gradient", "optimizer")
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def add(parser: argparse.ArgumentParser) -> None:
+    """The arguments of this benchmark."""
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=2, help="sequences of each rank")
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--hosts-by-ranks", nargs="+", default=["2x1", "2x2"], metavar="HxR")
-    parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 4.0], help="Gbit/s that a host sends")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="1 Gbit/s, 3 rounds")
-    parser.add_argument("--patience", type=float, default=60, help="seconds a row may wait for other programs to pause")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/sharding.json"))
-    options = parser.parse_args()
-    if options.quick:
-        options.rates, options.rounds = [1.0], min(options.rounds, 3)
-    return options
+    add_hosts_by_ranks(parser)
 
 
-def main() -> int:
-    """Runs every row in its own namespaces, joins the results and prints the table."""
-    options = arguments()
-    task = {key: getattr(options, key) for key in ("layers", "width", "batch", "sequence", "rounds", "patience")}
-    results = run(Path(__file__), task, options.rates, [Row.of(name) for name in options.hosts_by_ranks])
-    write(options.out, results)
-    print(markdown(results))
-    return 0
-
-
-def work() -> None:
-    """Measures all variants at all rates; rank 0 writes what was found."""
-    options = arguments()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def measure(options: argparse.Namespace) -> Measured:
+    """All variants, their gradients compared with the unsharded model's, each looked at in a recorded step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     task = Task.draw(options.layers, options.width, options.batch, options.sequence)
-    limit(40.0)
     variants = every_variant(task, mesh)
     expected = mean_gradients(variants[0])
     found = [{"name": v.name, "family": v.family, **inspect(v, expected), "timed": {}} for v in variants]
-    time_in_turns(variants, found, options.rates, options.rounds, options.patience)
-    if dist.get_rank() == 0:
-        write(options.out, {"variants": found})
-    dist.barrier()
-    dist.destroy_process_group()
+    return Measured(variants, found)
 
 
 def mean_gradients(alone: Variant) -> list[torch.Tensor]:
@@ -171,7 +142,16 @@ def most_alive(found: sw.Trace, carriers: set[int]) -> int:
 
 
 if __name__ == "__main__":
-    if "LOCAL_RANK" in os.environ:
-        work()
-    else:
-        sys.exit(main())
+    Bench(
+        script=Path(__file__),
+        about=__doc__ or "",
+        task=("layers", "width", "batch", "sequence"),
+        rates=(1.0, 4.0),
+        rounds=5,
+        add=add,
+        quick=lambda options: None,
+        quick_text="1 Gbit/s, at most 3 rounds",
+        rows=lambda options: [Row.of(name) for name in options.hosts_by_ranks],
+        measure=measure,
+        markdown=markdown,
+    ).start()
