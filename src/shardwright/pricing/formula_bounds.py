@@ -2,7 +2,8 @@
 
 A step takes at least as long as its products, and at least as long as any one axis is busy, with the gathered inputs
 kept and nothing recomputed. It holds at least its parameters and moments, and the inputs of its blocks. Where a short
-rehearsal has told what a block saves and takes (``price.floor``), blocks whose saved bytes have no room are recomputed.
+rehearsal has told what a block saves and takes (``rehearsed_bounds``), blocks whose saved bytes have no room are
+recomputed.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class RehearsedBound:
         return sum(part.saved for part in self.parts)
 
     def with_mlp_of(self, other: RehearsedBound) -> RehearsedBound:
-        """The floor where attention is split as here, and the MLP as there: what lies between them is left out."""
+        """The bound where attention is split as here, and the MLP as there: what lies between them is left out."""
         return RehearsedBound(min(self.fixed_cost, other.fixed_cost), self.units, (self.parts[0], other.parts[1]))
 
 
@@ -79,7 +79,7 @@ SMALL_VOCABULARY = 64
 
 
 def rehearsed_bound(family: Family, config: Any, plan: Plan, machine: Machine) -> RehearsedBound:
-    """The floor of a plan's structure. The plan's blocks go one way, with one micro-batch and nothing recomputed.
+    """The bound of a plan's structure. All blocks of the plan are alike, with one micro-batch and nothing recomputed.
 
     One step of two units of like blocks is rehearsed. The first one is recomputed: what it takes more than the second
     is what recomputing adds. The second one counts for all. The vocabulary is a small one, and the head's products are
@@ -127,7 +127,7 @@ def _head(head: Site, plan: Plan, machine: Machine) -> float:
 def rehearsed_bounds_of(
     problem: Problem, structures: Iterable[Structure], pool: Executor, until: float, tell: Callable[[str], None]
 ) -> dict[Kind, RehearsedBound | None]:
-    """How plain structures split features → their floor, the first ones first; None where the runtime refuses it."""
+    """How plain structures split features → their bound, the first ones first; None where the runtime refuses it."""
     probes: dict[Kind, Structure] = {}
     for structure in structures:
         if structure.plain:
@@ -144,7 +144,7 @@ def rehearsed_bounds_of(
 
 
 def joined(kind: Kind, rehearsed_bounds: Mapping[Kind, RehearsedBound | None]) -> RehearsedBound | None:
-    """The floor where attention and the MLP have different grids, from those where they have the same."""
+    """The bound where attention and the MLP have different grids, from those where they have the same."""
     j, l, stream, grids = kind  # noqa: E741
     of = {
         "grid": rehearsed_bounds.get((j, l, stream, GRIDS[0])),
@@ -155,7 +155,7 @@ def joined(kind: Kind, rehearsed_bounds: Mapping[Kind, RehearsedBound | None]) -
 
 
 def _rehearsed_bound(task: tuple[Problem, Structure]) -> RehearsedBound | None:
-    """The floor of all structures that split features like this one, in a process of the pool; None where the runtime
+    """The bound of all structures that split features like this one, in a process of the pool; None where the runtime
     refuses the layout.
     """
     problem, structure = task

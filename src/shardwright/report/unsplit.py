@@ -1,4 +1,4 @@
-"""What was found for a model without a rule table, told: the plan, and the ways that were rehearsed."""
+"""What was found for a model without a rule table, told: the plan, and the options that were rehearsed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def headline(found: FoundUnsplit) -> list[str]:
 
 
 def ways_table(found: FoundUnsplit) -> Table:
-    """Every way that was rehearsed, and why it is not the plan."""
+    """Every option that was rehearsed, and why it is not the plan."""
     table = Table(title="why not another", title_justify="left")
     for head, justify in (("way", "left"), ("step", "right"), ("peak", "right"), ("why not", "left")):
         table.add_column(head, justify=justify, overflow="fold")  # type: ignore[arg-type]

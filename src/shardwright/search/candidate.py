@@ -1,4 +1,4 @@
-"""A structure on its way through the search: what it promises, its prices, and the mixes that they make."""
+"""A structure in the search: its lower bounds, its prices, and the assignments that they make."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of the fastest mix that fits; infinite where none does."""
+        """Of the fastest assignment that fits; infinite where none does."""
         return self.assignment.seconds if self.assignment else float("inf")
 
     def has(self, modes: Sequence[Mode]) -> bool:
@@ -66,7 +66,7 @@ class Candidate:
         ]
 
     def within(self, memory: int) -> Assignment | None:
-        """The fastest mix of this structure within ``memory`` bytes."""
+        """The fastest assignment of this structure within ``memory`` bytes."""
         if self.fixed_cost is None:
             return None
         return fastest(self.fixed_cost, self.options, self.units, memory)
@@ -118,7 +118,7 @@ def _tasks(candidate: Candidate, modes: Sequence[Mode], words: Sequence[str]) ->
 
 
 def _solved(problem: Problem, candidate: Candidate, modes: Sequence[Mode], new: Sequence[Priced | None]) -> Candidate:
-    """The candidate with these prices too, and the mixes that they make."""
+    """The candidate with these prices too, and the assignments that they make."""
     structure, prices = candidate.structure, (*candidate.prices, *(each for each in new if each is not None))
     tried = tuple(dict.fromkeys((*candidate.tried, *modes)))
     if not prices:
@@ -155,7 +155,9 @@ def _around(priced: Priced, fixed_cost: FixedCost, units: int) -> Price:
 
 
 def _options(prices: Sequence[Price], structure: Structure) -> Iterator[tuple[BlockOption, Choice]]:
-    """Recomputed blocks first (they need most room in backward, and then find the others' gone), then all mixtures."""
+    """Recomputed blocks first (they need most room in backward, and then find the others' gone), then all mixed
+    assignments.
+    """
     alone = [each for each in prices if each.recompute == "none"]
     for one in (each for each in prices if each.recompute != "none"):
         yield one.option(_named(one, one, structure)), (one.mode, one.mode, one.recompute)

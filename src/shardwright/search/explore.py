@@ -2,7 +2,7 @@
 
 for each structure, most promising first:
     leave it out if its limits say that no plan of it fits, or beats the best one found
-    price it in one mode, and solve for the fastest mix within the memory limit
+    price it in one mode, and solve for the fastest assignment within the memory limit
 then, in what is left of the time, price those that could still win in all their modes, fastest first
 at last, look beside the best one: more chunks, other units in flight, another order of the axes, other grids
 """
@@ -36,7 +36,7 @@ Tell = Callable[[str], None]
 
 
 def candidates_of(problem: Problem) -> list[Candidate]:
-    """Every structure with its limits, most promising first. Raises InputError where there is none."""
+    """Every structure with its lower bounds, most promising first. Raises InputError where there is none."""
     base = problem.base
     stored = base.master_dtype or base.dtype
     blocks = problem.config.num_hidden_layers

@@ -1,9 +1,10 @@
-"""Beside the best: the fastest candidate's mix in more chunks, and the structures that differ from it in one thing.
+"""Neighbours of the best candidate: the fastest candidate's assignment in more chunks, and the structures that differ
+from it in one thing.
 
 Step by step: from the fastest one that was found so far to what lies beside that.
 
 A structure's variants (space.py) are many, and most of them change little. So they are not looked at before the plain
-structures were; but those beside the best one are, in the modes of its mix only.
+structures were; but the neighbours of the best one are, in the modes of its assignment only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def improved(
     until: float,
     tell: Callable[[str], None],
 ) -> list[Candidate]:
-    """The best one with its mix in more chunks, and neighbours in that mix's modes, the fastest first.
+    """The best one with its assignment in more chunks, and neighbours in that assignment's modes, the fastest first.
 
     Where a neighbour is faster, its own neighbours come next. Two chunks and one neighbour are looked at whatever the
     time, the others while there is time.
@@ -50,7 +51,7 @@ def improved(
 
 
 def _chosen(candidate: Candidate) -> tuple[list[Mode], list[str]]:
-    """The modes, and the words of recomputation, in the candidate's mix."""
+    """The modes, and the words of recomputation, in the candidate's assignment."""
     assert candidate.assignment is not None
     chosen = [choice for choice, count in zip(candidate.choices, candidate.assignment.counts, strict=True) if count]
     used = list(dict.fromkeys(mode for attention, mlp, _ in chosen for mode in (attention, mlp)))
@@ -60,7 +61,7 @@ def _chosen(candidate: Candidate) -> tuple[list[Mode], list[str]]:
 def _neighbours(best: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
     """What differs from the best in one thing: units in flight, the order of the axes, the grids, then a bucket.
 
-    Fewer units in flight free memory only, so they are left out where the fastest mix of all fits.
+    Fewer units in flight free memory only, so they are left out where the fastest assignment of all fits.
     """
     assert best.assignment is not None
     mine, whatever = best.structure, best.within(2**63)

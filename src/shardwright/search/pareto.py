@@ -1,7 +1,8 @@
-"""The curve of what memory buys: every mix that no other beats in both seconds and bytes, of all structures priced.
+"""The curve of what memory buys: every assignment that no other beats in both seconds and bytes, of all structures
+priced.
 
-Walked down exactly: the fastest mix of a structure within a memory limit, then within a limit below what that one
-needs, until nothing fits. The curves of all structures together, less what is beaten, are the curve.
+Walked down exactly: the fastest assignment of a structure within a memory limit, then within a limit below what that
+one needs, until nothing fits. The curves of all structures together, less what is beaten, are the curve.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FINEST = 25
 
 @dataclass(frozen=True)
 class Point:
-    """One mix on the curve: peak (bytes by the model), seconds, the structure's name and what its blocks do."""
+    """One assignment on the curve: peak (bytes by the model), seconds, the structure's name and what its blocks do."""
 
     peak: int
     seconds: float

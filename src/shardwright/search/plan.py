@@ -42,7 +42,7 @@ def plan(
     master_dtype, backend: as in a plan file. level: the only sharding level to look at (replicate, optimizer,
     gradients, parameters); by default all.
     seconds: how long to search. fallback: take a model without a rule table too, its linears unsplit: the best
-    data-parallel plan of it, whose ways are all rehearsed, however long that takes.
+    data-parallel plan of it, of which every option is rehearsed, however long that takes.
 
     Raises InputError for bad input, DoesNotFit where no plan fits, with the least memory that works.
     """

@@ -1,6 +1,6 @@
 """The search from end to end: explore, take the fastest, compose it to the byte, certify it, and say how sure it is.
 
-the bound is the least of: what the structures tried can reach, and what those not priced (or not in all modes) promise
+the bound is the least of: what the structures tried can reach, and the lower bounds of those not priced (in all modes)
 where the composed peak is over the memory limit after all, take the overshoot off and solve again
 certify: rehearse the plan itself
 """
@@ -30,7 +30,7 @@ WIDELY = 0.8
 """Share of the time for all structures; the rest is for what lies beside the best one."""
 
 ATTEMPTS = 6
-"""How often a mix that is over the memory limit to the byte is solved again."""
+"""How often an assignment that is over the memory limit to the byte is solved again."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _priced(
 
 
 Settled = tuple[Assignment, Composed, Plan, Callable[[Expected], Certificate]]
-"""A mix whose plan is within the memory limit to the byte, and its certificate, which is being made."""
+"""An assignment whose plan is within the memory limit to the byte, and its certificate, which is being made."""
 
 
 def _first_that_settles(
@@ -130,10 +130,11 @@ def _first_that_settles(
 
 
 def _settle(problem: Problem, candidate: Candidate, pool: Executor) -> Settled | None:
-    """The fastest mix whose composed peak is within the memory limit, to the byte; None where none is found.
+    """The fastest assignment whose composed peak is within the memory limit, to the byte; None where none is found.
 
-    Prices of blocks miss a few bytes of what a rank holds where two runs of blocks meet; the leanest mix is tried last.
-    Most mixes settle at once, so the first one's certificate is begun while it is composed; neither knows the other.
+    Prices of blocks miss a few bytes of what a rank holds where two runs of blocks meet; the leanest assignment is
+    tried last. Most assignments settle at once, so the first one's certificate is begun while it is composed; neither
+    knows the other.
     """
     memory, known = problem.memory, Known()
     for attempt in range(ATTEMPTS + 1):

@@ -1,6 +1,6 @@
 """The best data-parallel plan of a model without a rule table, whose linears run unsplit.
 
-There are few ways to go: how parameters are stored, whether blocks are recomputed, and into how many micro-batches a
+There are few options: how parameters are stored, whether blocks are recomputed, and into how many micro-batches a
 step is cut. Each is rehearsed in full on every class of ranks until one of its kind fits; the fastest is the plan. What
 is not searched has no bound: another grid would need a rule table.
 """
@@ -30,7 +30,7 @@ KEPT = "parameters, kept"
 
 @dataclass(frozen=True)
 class UnsplitOption:
-    """One way to go. level: a sharding level, or `KEPT`. recomputed: whether backward computes blocks again."""
+    """One option. level: a sharding level, or `KEPT`. recomputed: whether backward computes blocks again."""
 
     plan: Plan
     level: str
@@ -46,7 +46,7 @@ class UnsplitOption:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """A way, and what its rehearsals say: seconds of step 2, peak of the fullest rank in bytes."""
+    """An option, and what its rehearsals say: seconds of step 2, peak of the fullest rank in bytes."""
 
     option: UnsplitOption
     certificate: Certificate
@@ -63,7 +63,7 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class FoundUnsplit:
-    """The answer: a certified plan, the way that it goes, and all that were rehearsed, fastest first."""
+    """The answer: a certified plan, its option, and all that were rehearsed, fastest first."""
 
     asked: Asked
     plan: Plan

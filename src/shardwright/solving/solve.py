@@ -1,7 +1,7 @@
-"""The fastest mix of equal blocks under a memory limit: an integer program, solved to the optimum.
+"""The fastest assignment of equal blocks under a memory limit: an integer program, solved to the optimum.
 
-A model is a frame (embedding, norms, head, loss, optimizer step) around L blocks. Each block takes one of K ways, and
-blocks that go the same way stand together, in the order of the ways. x_k blocks go way k:
+A model is a fixed cost (embedding, norms, head, loss, optimizer step) around L blocks. Each block takes one of K
+options, and blocks of one option stand together, in the order of the options. x_k blocks take option k:
 
     least   T₀ + Σ t_k·x_k          with  Σ x_k = L
 
@@ -33,7 +33,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class BlockOption:
-    """One way for a block to go: seconds of a step, and bytes (the module's table).
+    """What one option costs a block: seconds of a step, and bytes (the module's table).
 
     resident: r. forward: f, forward_top: F. backward: b, backward_top: G.
     """
@@ -62,7 +62,9 @@ class FixedCost:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A solution: how many blocks go each way; seconds; a bound that no mix beats; bytes at the worst moment."""
+    """A solution: how many blocks take each option; seconds; a bound that no assignment beats; bytes at the worst
+    moment.
+    """
 
     counts: tuple[int, ...]
     seconds: float
@@ -71,12 +73,12 @@ class Assignment:
 
 
 def seconds_of(fixed_cost: FixedCost, options: Sequence[BlockOption], counts: Sequence[int]) -> float:
-    """The objective of a mix."""
+    """The objective of an assignment."""
     return fixed_cost.seconds + sum(option.seconds * count for option, count in zip(options, counts, strict=True))
 
 
 def peak_of(fixed_cost: FixedCost, options: Sequence[BlockOption], counts: Sequence[int]) -> int:
-    """Bytes alive at the worst moment of a mix, line by line as the module's table has them."""
+    """Bytes alive at the worst moment of an assignment, line by line as the module's table has them."""
     resident = fixed_cost.resident + sum(option.resident * count for option, count in zip(options, counts, strict=True))
     moments, alive = [resident + fixed_cost.before_top], resident + fixed_cost.before
     for option, count in zip(options, counts, strict=True):
@@ -93,12 +95,12 @@ def peak_of(fixed_cost: FixedCost, options: Sequence[BlockOption], counts: Seque
 
 
 def fastest(fixed_cost: FixedCost, options: Sequence[BlockOption], blocks: int, memory: int) -> Assignment | None:
-    """The fastest mix of ``blocks`` blocks within ``memory`` bytes; None where there is none."""
+    """The fastest assignment of ``blocks`` blocks within ``memory`` bytes; None where there is none."""
     return Program(fixed_cost, options, blocks).fastest(memory)
 
 
 def leanest(fixed_cost: FixedCost, options: Sequence[BlockOption], blocks: int) -> Assignment:
-    """The mix that needs least memory (its ``peak``)."""
+    """The assignment that needs least memory (its ``peak``)."""
     return Program(fixed_cost, options, blocks).leanest()
 
 
@@ -109,10 +111,11 @@ class Program:
 
     The solver takes what is within its tolerance for equal. So bytes are counted in units of which the largest sum has
     some thousand, where the tolerance is below a byte and rounding far below it, and costs in units of which the
-    dearest way has a thousand; and a mix that is over the limit after all, by a byte, is forbidden by name.
+    dearest option has a thousand; and an assignment that is over the limit after all, by a byte, is forbidden by name.
 
     No start is given, and what the solve before left is cleared: from a start HiGHS 1.16 ends where it began, now and
-    then, if its presolve is on, and with presolve off its cuts at these tolerances have taken the fastest mix away.
+    then, if its presolve is on, and with presolve off its cuts at these tolerances have taken the fastest assignment
+    away.
     """
 
     LARGEST_BITS = 10
@@ -127,15 +130,15 @@ class Program:
         self._lines()
 
     def fastest(self, memory: int) -> Assignment | None:
-        """The fastest mix within ``memory`` bytes; None where there is none."""
+        """The fastest assignment within ``memory`` bytes; None where there is none."""
         self.within(memory)
         return self.solve([option.seconds for option in self.options], 0.0, self.fixed_cost.seconds)
 
     def leanest(self) -> Assignment:
-        """The mix that needs least memory (its ``peak``)."""
+        """The assignment that needs least memory (its ``peak``)."""
         self.within(None)
         found = self.solve([0.0] * len(self.options), 1.0, 0.0)
-        assert found is not None  # without a memory limit every mix is allowed
+        assert found is not None  # without a memory limit every assignment is allowed
         # the solver weighs peaks by its tolerance, a memory limit is kept to the byte
         while (leaner := self.fastest(found.peak - 1)) is not None:
             found = leaner
@@ -238,7 +241,9 @@ class Program:
         return 2.0 ** min(0, self.LARGEST_BITS - int(largest).bit_length())
 
     def _forbid(self, model: _Solver, counts: Sequence[int]) -> None:
-        """Any other mix has more blocks of some way: one of these columns, each of which says so of a way, is 1."""
+        """Any other assignment has more blocks of some option: one of these columns, each of which says so of an
+        option, is 1.
+        """
         first = model.getNumCol()
         for k, count in enumerate(counts):
             _column(model, 0.0, 1)

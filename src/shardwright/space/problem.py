@@ -63,7 +63,9 @@ class Problem:
         return Machine(self.cluster, structure.mesh, self.base.dtype, self.base.backend, stored)
 
     def plan(self, structure: Structure, choices: Sequence[Choice]) -> Plan:
-        """The plan of a structure and its blocks' choices. Raises InputError where its bins do not come round."""
+        """The plan of a structure and its blocks' choices. Raises InputError where its bins are not full again after
+        whole blocks.
+        """
         plan = plan_of(structure, self.base, self.family, self.sites(structure.accumulation), choices)
         return plan.evolve(bucket=cap_of(self.config, plan, structure.bins)) if structure.bins else plan
 

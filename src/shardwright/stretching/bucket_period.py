@@ -44,9 +44,10 @@ def bucketed(plan: Plan) -> bool:
 def short_runs(family: Family, config: Any, plan: Plan, rank: int, radius: int, units: int) -> list[Run]:
     """The model's runs with ``units`` units each (at least ``radius`` blocks around), so that each unit does the same.
 
-    Where gradients share a bucket a unit is as many blocks as its bins take to come round; runs are as they are where
-    they do not come round with whole blocks. Two units say the same where that which they release was made in the
-    steady state, too: with several micro-batches a block releases gradients of blocks before it.
+    Where gradients share a bucket a unit is as many blocks as it takes until its bins are full at the same place again
+    (the bucket period); runs are as they are where the period is no number of whole blocks. Two units say the same
+    where that which they release was made in the steady state, too: with several micro-batches a block releases
+    gradients of blocks before it.
     """
     found = runs(kinds(family, config, plan))
     if not bucketed(plan):
@@ -82,7 +83,7 @@ def bucket_period(family: Family, config: Any, plan: Plan, rank: int, unit: Sequ
 def cap_of(config: Any, plan: Plan, blocks: int) -> int:
     """The cap, in bytes, with which a bin is full after ``blocks`` blocks: of their vectors, norms and biases.
 
-    Raises InputError where there are none, or they go into bins that do not come round together.
+    Raises InputError where there are none, or they fill bins of different periods.
     """
     family, each = family_of(config), dict[Bins, int]()
     for shape, load in _loads(family, config, plan.evolve(bucket=UNBOUNDED), 0, [0])[0]:

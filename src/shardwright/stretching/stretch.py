@@ -30,7 +30,7 @@ def rehearse_stretched(config: Any, plan: Plan, rank: int = 0, steps: int = 2) -
     """What ``rank`` would do under ``plan`` in its first ``steps`` steps: ``rehearse``, but faster for many blocks.
 
     config: a path of a config.json, or a Hugging Face config. A model is rehearsed as it is where its blocks are few or
-    do not do the same, and where bins of a bucket do not come round with whole blocks.
+    do not do the same, and where the bucket period is no number of whole blocks.
     """
     if isinstance(config, (str, Path)):
         config = load_config(config)
