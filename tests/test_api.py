@@ -34,3 +34,16 @@ def test_pages_exist() -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="module 'shardwright' has no attribute 'nosuch'"):
         sw.nosuch  # noqa: B018
+
+
+def test_what_the_library_does_is_logged_and_nothing_is_printed(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rehearsal parallelizes a model: the room's logger tells, at a level that is not shown by default."""
+    config = Path(sw.__file__).parent / "demo" / "config.json"
+    plan = sw.Plan.for_config(config, mesh={"data": 1}, layout="replicate", micro_batch=1, sequence=8)
+    with caplog.at_level("INFO", "shardwright.models"):
+        sw.rehearse(config, plan)
+    told = [(record.name, record.levelname) for record in caplog.records if record.name.startswith("shardwright")]
+    assert told == [("shardwright.models.parallelize", "INFO")]
+    assert capsys.readouterr() == ("", "")

@@ -7,6 +7,7 @@ it is a pickle. No rank holds more of a tensor than its own part of it.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -30,6 +31,8 @@ from shardwright.errors import InputError
 from shardwright.layers.dropout import ForwardDraws, GridDropout
 from shardwright.step.train_step import FusedAdamW
 
+_log = logging.getLogger(__name__)
+
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What the optimizer keeps of a parameter that it has updated."""
 
@@ -52,6 +55,7 @@ def save(
         _dcp("save", _tensors(model, optimizer), storage_writer=writer, planner=PieceSavePlanner())
     if keep is not None and _rank() == 0:
         _remove_old(directory, target, keep)
+    _log.info("saved step %d to %s", state.step, target)
     return target
 
 
@@ -71,6 +75,7 @@ def load(path: Path, model: nn.Module, optimizer: FusedAdamW | None = None) -> R
         _dcp("load", _tensors(model, optimizer), storage_reader=reader, planner=PieceLoadPlanner())
     for name, layer in _dropouts(model):
         layer.calls = manifest.dropout.get(name, 0)
+    _log.info("loaded step %d from %s", manifest.state.step, path)
     return manifest.state
 
 

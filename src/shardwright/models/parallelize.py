@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from shardwright.runtime.runtime import Runtime
 from shardwright.spec.plan import Plan
 from shardwright.unsharding.retired import retire
 from shardwright.values.initial import InDtype, Source, from_seed, from_values, retype
+
+_log = logging.getLogger(__name__)
 
 
 def parallelize(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None = None) -> Any:
@@ -61,6 +64,7 @@ def put(model: Any, mesh: DeviceMesh, plan: Plan, source: Source | None = None) 
     for parameter in before:
         retire(parameter)
     model.parallelized = Parallelized(plan, mesh)
+    _log.info("parallelized %s: %d sites on %s", type(model).__name__, len(layouts), plan.mesh)
     return model
 
 

@@ -7,6 +7,7 @@ certify: rehearse the plan itself
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from shardwright.space.problem import Problem
 from shardwright.space.request import SECONDS
 from shardwright.space.space import MODES
 from shardwright.spec.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 WIDELY = 0.8
 """Share of the time for all structures; the rest is for what lies beside the best one."""
@@ -52,13 +55,11 @@ class Found:
     bound: float
 
 
-def search(
-    problem: Problem, seconds: float = SECONDS, workers: int | None = None, tell: Tell = lambda line: None
-) -> Found:
+def search(problem: Problem, seconds: float = SECONDS, workers: int | None = None, tell: Tell = _log.info) -> Found:
     """The fastest certified plan that fits.
 
     seconds: how long structures may be priced; composing and certifying come on top. workers: processes that rehearse
-    (default: the machine's processors). tell: takes lines of progress.
+    (default: the machine's processors). tell: takes lines of progress, by default the logger.
     Raises DoesNotFit where nothing fits, naming the least memory that works and what it gives up.
     """
     started = time.monotonic()
