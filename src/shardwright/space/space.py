@@ -88,8 +88,8 @@ CHUNKED = tuple(
 )
 """Those in more chunks."""
 
-WHOLE_STREAM = (Mode("blocking"), Mode("async"), Mode("async", chunks=2), Mode("async", chunks=4))
-"""Those of a site whose X is whole: it is not kept, and no piece of it goes around."""
+WHOLE_STREAM = (Mode("blocking"), Mode("async"))
+"""Those of a site whose X is whole: it is not kept, and no piece of it goes around; in more chunks, too."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Structure:
         if self.tensor == 1:
             return MODES[:1]
         if self.stream == "whole":
-            return WHOLE_STREAM
+            return WHOLE_STREAM + tuple(mode for mode in CHUNKED if replace(mode, chunks=0) in WHOLE_STREAM)
         return MODES + CHUNKED
 
     @property
