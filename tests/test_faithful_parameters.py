@@ -112,7 +112,7 @@ class Pretrained(nn.Linear):
 
 def test_save_pretrained_of_a_sharded_module_tells_what_to_use():
     for told in on_ranks(WORLD, saved_by_itself):
-        assert told.startswith("InputError: save_pretrained") and "export" in told
+        assert told.startswith("InputError: save_pretrained") and "sw.save_pretrained(model, directory)" in told
 
 
 def saved_by_itself():

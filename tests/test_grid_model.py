@@ -51,7 +51,7 @@ def check_run(plan, steps, ranks=(0, 5)):
     """Losses as on one rank within 1e-5; the first two steps as rehearsed, on some of the ranks."""
     runs = on_ranks(plan.world_size, tiny.train, plan, steps, 2)
     for losses, _ in runs:
-        curve = zip(losses, single_rank_curve(20, batch=plan.micro_batch, sequence=plan.sequence), strict=False)
+        curve = zip(losses, single_rank_curve(20, micro_batch=plan.micro_batch, sequence=plan.sequence), strict=False)
         assert max(abs(a - b) / b for a, b in curve) <= 1e-5
     for rank in ranks:
         assert_same(rehearse(tiny.config_path(), plan, rank=rank), runs[rank][1])
